@@ -1,0 +1,1 @@
+"""Other people's methods behind granikv's kernel interface, one file per method_backend."""

@@ -1,0 +1,1 @@
+"""Verbs with a main. Which cells to run is yaml under conf/."""

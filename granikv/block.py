@@ -1,0 +1,222 @@
+"""One comparison block: all cells of one workload point, on the same numbers, gated, then timed interleaved."""
+
+import gc
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from granikv.binding import names
+from granikv.cell import Cell, CellName, FilledLayout
+from granikv.gate import GateError, self_test
+from granikv.kernels import AttentionKernel
+from granikv.layouts.base import KVLayout
+from granikv.logical import logical_bytes, materialize
+from granikv.memory import fits
+from granikv.provenance import code_hash, device_name, digest, environment, git_state
+from granikv.record import Record
+from granikv.reference import oracle
+from granikv.spec import AttentionSpec
+from granikv.timing import CpuClock, Timing
+from granikv.tree import ContextTree
+from granikv.workloads.base import Workload
+
+Progress = Callable[[str, int, int, Sequence[Cell]], None]
+"""Called with what is being done, how much of it is done, how much there is, and the cells as they stand."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Everything that one block measures. `layouts` makes a fresh layout by name; a kernel that could not be made is
+    the reason (a string), and its cells are unsupported.
+    """
+
+    run: str
+    workload: Workload
+    spec: AttentionSpec
+    model: Mapping[str, Any]
+    timing: Timing
+    fallback: str
+    layouts: Mapping[str, Callable[[], KVLayout]]
+    kernels: Mapping[tuple[str, str], AttentionKernel | str]
+    baseline: CellName
+    config: Mapping[str, Any]
+
+    @property
+    def cell_names(self) -> list[CellName]:
+        """The grid, and an A/A copy of the baseline if the grid has it."""
+        grid = [CellName(layout, kernel, backend) for layout in self.layouts for kernel, backend in self.kernels]
+        return [*grid, self.baseline._replace(placebo=True)] if self.baseline in grid else grid
+
+    def hashes(self) -> dict[str, str]:
+        """What resume compares: configuration, the batch it describes, code and environment."""
+        return {
+            "config": digest(self.config),
+            "batch": digest(self.workload.tree()),
+            "code": code_hash(),
+            "environment": digest(environment(self.spec.device)),
+        }
+
+    def key(self) -> str:
+        """Identifies the block across runs: 16 hex digits over hashes()."""
+        return digest(self.hashes())
+
+    def memory_bytes(self, tree: ContextTree) -> int:
+        """K and V of the logical batch and of every layout, the placebo's included."""
+        made = {name: layout() for name, layout in self.layouts.items()}
+        pools = sum(layout.pool_bytes(self.spec, layout.capacity_of(tree)) for layout in made.values())
+        if self.baseline.layout in made:
+            placebo = made[self.baseline.layout]
+            pools += placebo.pool_bytes(self.spec, placebo.capacity_of(tree))
+        return pools + logical_bytes(tree, self.spec)
+
+
+def run_block(block: Block, progress: Progress = lambda *_: None) -> list[Record]:
+    """Runs `block` to its end and returns one record a cell. A cell that fails has its status; the others go on."""
+    tree = block.workload.tree()
+    cells = [Cell(name) for name in block.cell_names]
+    facts: dict[str, Any] = {"kv_hash": None, "gate_margins": {}}
+    shortage = fits(block.memory_bytes(tree), block.spec.device, f"the block {block.workload.name}")
+    try:
+        if shortage:
+            _end_all(cells, "oom", shortage)
+        else:
+            _measure(block, tree, cells, facts, progress)
+    except GateError as error:
+        _end_all(cells, "incorrect", f"{error}: nothing here can be vouched for")
+    except Exception as error:
+        _end_all(cells, "crash", f"{type(error).__name__}: {error}")
+    return _records(block, tree, cells, facts)
+
+
+def _end_all(cells: Sequence[Cell], status: str, reason: str) -> None:
+    for cell in cells:
+        if cell.status is None:
+            cell.end(status, reason)
+
+
+def _measure(block: Block, tree: ContextTree, cells: Sequence[Cell], facts: dict[str, Any], progress: Progress) -> None:
+    """Numbers, oracle, layouts, gate, trials."""
+    timing = block.timing
+    progress("materialize", 0, 1, cells)
+    logical = materialize(tree, block.spec, timing.seed)
+    facts["kv_hash"] = logical.digest()
+    progress("oracle and gate self-test", 0, 1, cells)
+    truth = oracle(logical)
+    facts["gate_margins"] = self_test(truth, logical)
+    clock = CpuClock(timing)
+    _prepare(block, cells, logical, progress)
+    for done, cell in enumerate(cells):
+        if cell.status is None:
+            progress(f"gate {cell.name}", done, len(cells), cells)
+
+            def gated(cell: Cell = cell) -> None:
+                cell.check(truth, clock, timing.num_layers)
+
+            cell.attempt(gated, timing.cell_timeout_s)
+    _time(block, cells, clock, progress)
+
+
+def _prepare(block: Block, cells: Sequence[Cell], logical: Any, progress: Progress) -> None:
+    """Fills one layout a name, and one more for the placebo; settles what is unsupported or illegal."""
+    filled: dict[tuple[str, bool], FilledLayout] = {}
+    for done, cell in enumerate(cells):
+        progress(f"fill {cell.name.layout}", done, len(cells), cells)
+        kernel = block.kernels[cell.name.kernel, cell.name.backend]
+        if isinstance(kernel, str):
+            cell.end("unsupported", kernel)
+            continue
+        cell.kernel = kernel
+
+        def fill(cell: Cell = cell) -> None:
+            key = (cell.name.layout, cell.name.placebo)
+            if key not in filled:
+                made = FilledLayout(block.layouts[cell.name.layout](), logical, block.timing.seed + cell.name.placebo)
+                made.verify()
+                filled[key] = made
+            cell.filled = filled[key]
+            cell.prepare(block.fallback)
+
+        cell.attempt(fill, block.timing.cell_timeout_s)
+
+
+def _time(block: Block, cells: Sequence[Cell], clock: CpuClock, progress: Progress) -> None:
+    """Warm-up and trials: every trial visits all living cells in a fresh random order."""
+    timing = block.timing
+    alive = [cell for cell in cells if cell.status is None]
+    gc.collect()
+    gc.disable()
+    try:
+        for trial, order in enumerate(timing.orders(len(alive))):
+            progress("warm-up" if trial < timing.warmup else "trials", trial, timing.warmup + timing.trials, cells)
+            for position, index in enumerate(order):
+                cell = alive[index]
+                if cell.status is not None:
+                    continue
+
+                def once(cell: Cell = cell, position: int = position, counts: bool = trial >= timing.warmup) -> None:
+                    _, times = cell.step(clock, timing.num_layers)
+                    if counts:
+                        for name, value in {"position": position, **times}.items():
+                            cell.samples[name].append(value)
+
+                start = time.perf_counter()
+                cell.attempt(once, timing.cell_timeout_s - cell.seconds)
+                cell.seconds += time.perf_counter() - start
+    finally:
+        gc.enable()
+
+
+def _records(block: Block, tree: ContextTree, cells: Sequence[Cell], facts: Mapping[str, Any]) -> list[Record]:
+    attempt, spec = uuid.uuid4().hex[:16], block.spec
+    provenance = {
+        **git_state(),
+        "environment": environment(spec.device),
+        **facts,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    measure = {
+        "clock": CpuClock.name,
+        "l2": block.timing.cache,
+        "device": spec.device.type,
+        "device_name": device_name(spec.device),
+        "num_threads": torch.get_num_threads(),
+        "trials": block.timing.trials,
+        "warmup": block.timing.warmup,
+        "seed": block.timing.seed,
+    }
+    model = {**block.model, "num_layers": block.timing.num_layers, "dtype": str(spec.dtype).removeprefix("torch.")}
+    workload, hashes, key = block.workload.describe(tree), block.hashes(), block.key()
+    return [
+        Record(
+            level="op",
+            run=block.run,
+            block=key,
+            attempt=attempt,
+            expected_cells=len(cells),
+            cell=cell.name._asdict(),
+            status=cell.status or "ok",
+            reason=cell.reason,
+            workload=workload,
+            model=model,
+            measure=measure,
+            baseline=block.baseline._asdict(),
+            legality={
+                "missing": names(cell.binding.missing).split("+") if cell.binding and cell.binding.missing else [],
+                "adapter": cell.binding.adapter.name if cell.binding and cell.binding.adapter else None,
+                "adapt_bytes": cell.adapt_bytes,
+            },
+            plan={"ran": cell.ran, "notes": cell.notes},
+            gate=asdict(cell.gate) if cell.gate else None,
+            footprint=asdict(cell.filled.layout.footprint()) if cell.filled else None,
+            floor_us=None,
+            samples=cell.samples,
+            provenance=provenance,
+            hashes=hashes,
+            config=dict(block.config),
+        )
+        for cell in cells
+    ]

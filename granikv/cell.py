@@ -1,0 +1,204 @@
+"""One layout x kernel x backend of a block, from legality through the gate to its samples."""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from granikv.binding import Binding, GatherPlan, bind
+from granikv.gate import GateResult, check
+from granikv.kernels import AttentionKernel, AttentionState
+from granikv.layouts.base import KVLayout
+from granikv.logical import LogicalKV
+from granikv.record import SAMPLE_FIELDS
+from granikv.reference import Oracle
+from granikv.selector import NoLegalChoice
+from granikv.timing import CellTimeout, CpuClock, time_limit
+from granikv.view import KVPool, KVView
+
+
+class CellName(NamedTuple):
+    """A cell's place in the grid. The placebo is a second copy of the baseline (A/A)."""
+
+    layout: str
+    kernel: str
+    backend: str
+    placebo: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.layout} x {self.kernel} ({self.backend}{', A/A' if self.placebo else ''})"
+
+
+class FilledLayout:
+    """A layout that holds a block's tokens, and the sequence of each row."""
+
+    def __init__(self, layout: KVLayout, logical: LogicalKV, seed: int) -> None:
+        self.layout, self.logical = layout, logical
+        tree, spec = logical.tree, logical.spec
+        layout.reserve(spec, layout.capacity_of(tree), len(logical.kv), seed)
+        self.sequences: list[int] = []
+        for number, node in enumerate(tree.nodes):
+            prefix_len = node.num_tokens if node.shared else 0
+            seq = (
+                layout.allocate(prefix_len)
+                if node.parent is None
+                else layout.fork(self.sequences[node.parent], prefix_len)
+            )
+            slots = layout.grow([seq], [node.num_tokens]).to(spec.device)
+            for layer, kv in enumerate(logical.kv):
+                layout.write(layer, slots, *kv[number])
+            self.sequences.append(seq)
+        self.rows = [self.sequences[number] for number in tree.requests]
+        self.full_lens = [layout.seq_len(seq) for seq in self.rows]
+        self.growing = [row for row, number in enumerate(tree.requests) if tree.nodes[number].num_tokens]
+        self.last_tokens = [
+            KVPool(*(torch.stack([kv[tree.requests[row]][part][-1] for row in self.growing]) for part in (0, 1)))
+            if self.growing
+            else None
+            for kv in logical.kv
+        ]
+
+    def take_back_last_tokens(self) -> None:
+        """Every growing row is one token short of full, also after a step that was cut off half-way."""
+        for row in self.growing:
+            seq = self.rows[row]
+            self.layout.shrink(seq, self.layout.seq_len(seq) - (self.full_lens[row] - 1))
+
+    def verify(self) -> None:
+        """Raises AssertionError unless the tokens read back through the view are the logical ones, in every row."""
+        view = self.layout.view(self.rows)
+        view.check()
+        taken = torch.zeros(view.batch_size, dtype=torch.int64)
+        for number, level in enumerate(view.levels):
+            pages = level.kv_indices.long().to(self.logical.spec.device)
+            own = number == len(view.levels) - 1
+            for entry in range(level.num_entries):
+                first, past = int(level.qo_indptr[entry]), int(level.qo_indptr[entry + 1])
+                length = int(level.kv_lens[entry])
+                ids = pages[int(level.kv_indptr[entry]) : int(level.kv_indptr[entry + 1])]
+                for row in range(first, past) if own else [first]:
+                    begin = int(taken[row])
+                    expected = self.logical.row(int(view.order[row]) if view.order is not None else row)
+                    for pool, truth in zip(self.layout.pools[0], expected, strict=True):
+                        stored = pool.index_select(0, ids).flatten(0, 1)[:length]
+                        assert torch.equal(stored, truth[begin : begin + length]), (
+                            f"{self.layout.name}: row {row}, level {number}"
+                        )
+                taken[first:past] += length
+        assert taken.tolist() == view.seq_lens.tolist()
+
+
+@dataclass
+class Cell:
+    """A cell while its block runs. `status` is None as long as it is alive."""
+
+    name: CellName
+    filled: FilledLayout | None = None
+    kernel: AttentionKernel | None = None
+    binding: Binding | None = None
+    status: str | None = None
+    reason: str | None = None
+    gate: GateResult | None = None
+    ran: str | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+    adapt_bytes: int = 0
+    seconds: float = 0.0
+    samples: dict[str, list[float]] = field(
+        default_factory=lambda: {name: [] for name in ("position", *SAMPLE_FIELDS, "total_us")}
+    )
+
+    def end(self, status: str, reason: str) -> None:
+        """Gives the cell its final status; samples taken so far are dropped, because a failed cell has no latency."""
+        self.status, self.reason = status, reason
+        for values in self.samples.values():
+            values.clear()
+
+    def attempt(self, work: Callable[[], None], limit_s: float) -> None:
+        """Runs `work`, turning whatever ends it into this cell's status. Other cells go on."""
+        try:
+            with time_limit(limit_s):
+                work()
+        except CellTimeout as error:
+            self.end("timeout", f"{error}. Fix: a larger timing.cell_timeout_s or a smaller workload")
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            self.end("oom", str(error).splitlines()[0] if str(error) else "out of memory")
+        except NoLegalChoice as error:
+            self.end("illegal", str(error))
+        except Exception as error:
+            if "allocate memory" in str(error):
+                self.end("oom", str(error).splitlines()[0])
+            else:
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                self.end(
+                    "crash", f"{type(error).__name__}: {error} ({where.filename.rsplit('/', 1)[-1]}:{where.lineno})"
+                )
+
+    def prepare(self, fallback: str) -> None:
+        """Ends the cell as unsupported or illegal where it cannot run."""
+        assert self.filled is not None
+        assert self.kernel is not None
+        spec = self.filled.logical.spec
+        reason = self.kernel.supports(spec)
+        if reason is not None:
+            return self.end("unsupported", reason)
+        self.binding = bind(self.kernel, self.filled.layout.view(self.filled.rows).traits, fallback)
+        if self.binding.reason is not None:
+            self.end("illegal", self.binding.reason)
+
+    def check(self, truth: Oracle, clock: CpuClock, num_layers: int) -> None:
+        """One unrecorded step through the gate; ends the cell as incorrect if its output is wrong."""
+        assert self.kernel is not None
+        state, _ = self.step(clock, num_layers)
+        self.gate = check(state, self.kernel.lse_base, truth)
+        if not self.gate.passed:
+            self.end("incorrect", self.gate.reason())
+
+    def step(self, clock: CpuClock, num_layers: int) -> tuple[AttentionState, dict[str, float]]:
+        """One decode step of one layer: the newest token of every row is appended again, planned and attended to.
+
+        Host work of the step (alloc, view, plan) is shared by `num_layers` layers; each pays for append, adapt and run.
+        """
+        assert self.filled is not None
+        assert self.kernel is not None
+        assert self.binding is not None
+        layout, rows, logical = self.filled.layout, self.filled.rows, self.filled.logical
+        kernel, adapter, spec, q = self.kernel, self.binding.adapter, logical.spec, logical.q
+        growing = [rows[row] for row in self.filled.growing]
+        self.filled.take_back_last_tokens()
+        clock.chill()
+        times = {}
+        slots, times["alloc_us"] = clock.time_us(lambda: layout.grow(growing, [1] * len(growing)).to(spec.device))
+        newest = self.filled.last_tokens[0]
+        _, times["append_us"] = clock.time_us(lambda: layout.write(0, slots, *newest) if newest is not None else None)
+        view, times["view_us"] = clock.time_us(lambda: layout.view(rows))
+
+        def plan() -> tuple[GatherPlan | None, KVView, Any]:
+            gather = None if adapter is None else adapter.plan(view, spec)
+            shown = view if gather is None else gather.view
+            return gather, shown, kernel.plan(shown, spec)
+
+        (gather, shown, made), times["plan_us"] = clock.time_us(plan)
+        kv = [layout.pools[0]] * len(view.levels)
+        times["adapt_us"] = 0.0
+        if adapter is not None and gather is not None:
+            kv, times["adapt_us"] = clock.time_us(lambda: adapter.run(gather, kv))
+        state, times["run_us"] = clock.time_us(lambda: run_in_batch_order(kernel, made, shown, q, kv))
+        host = times["alloc_us"] + times["view_us"] + times["plan_us"]
+        times["total_us"] = times["append_us"] + times["adapt_us"] + times["run_us"] + host / num_layers
+        self.ran, self.notes = made.ran, made.notes
+        self.adapt_bytes = gather.num_bytes if gather else 0
+        return state, times
+
+
+def run_in_batch_order(
+    kernel: AttentionKernel, plan: Any, view: KVView, q: torch.Tensor, kv: list[KVPool]
+) -> AttentionState:
+    """kernel.run for a caller whose rows are in batch order: q is permuted into the view's order and the state back."""
+    if view.order is None:
+        return kernel.run(plan, q, kv)
+    order = view.order.to(q.device)
+    state = kernel.run(plan, q.index_select(0, order), kv)
+    back = torch.argsort(order)
+    return AttentionState(*(x.index_select(0, back) for x in state))

@@ -1,0 +1,1 @@
+"""Ways to place KV tokens in memory, one file each. A layout offers traits; kernels ask for them."""

@@ -1,0 +1,97 @@
+"""Clocks, cache regime and the order of measurements."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+T = TypeVar("T")
+
+
+class CellTimeout(Exception):
+    """A cell used up its time limit."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How a block is timed.
+
+    trials, warmup   measured and unmeasured passes over all cells.
+    cache            "cold": `flush_bytes` are overwritten before each timed operator, so that no KV is left in the last
+                     level of cache; "warm": nothing is done.
+    num_layers       layers that share one plan: host work of a step is charged to each layer as 1 / num_layers.
+    cell_timeout_s   limit for one cell's warm-up and gate, and for all its trials together.
+    """
+
+    trials: int
+    warmup: int
+    cache: str
+    flush_bytes: int
+    num_layers: int
+    cell_timeout_s: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("trials", 1), ("warmup", 1), ("num_layers", 1), ("flush_bytes", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"timing.{name}={value!r}: a whole number of at least {least}. Fix: timing.{name}={least}"
+                )
+        if self.cache not in ("cold", "warm"):
+            raise ValueError(f"timing.cache={self.cache!r}: cold or warm. Fix: timing.cache=cold")
+        if not self.cell_timeout_s > 0:
+            raise ValueError(f"timing.cell_timeout_s={self.cell_timeout_s!r}: above 0. Fix: timing.cell_timeout_s=120")
+
+    def orders(self, num_cells: int) -> Iterator[list[int]]:
+        """A fresh random order of all cells for every warm-up and trial, from the seed."""
+        rng = np.random.default_rng(self.seed)
+        for _ in range(self.warmup + self.trials):
+            yield [int(i) for i in rng.permutation(num_cells)]
+
+
+class CpuClock:
+    """Host wall clock. Work on the CPU is synchronous, so start and stop need no barrier."""
+
+    name = "cpu"
+
+    def __init__(self, timing: Timing) -> None:
+        self._flush = torch.zeros(timing.flush_bytes if timing.cache == "cold" else 0, dtype=torch.uint8)
+
+    def chill(self) -> None:
+        """Evicts KV from the cache where the regime is cold."""
+        self._flush.add_(1)
+
+    def time_us(self, work: Callable[[], T]) -> tuple[T, float]:
+        """The result of `work` and its duration."""
+        start = time.perf_counter_ns()
+        result = work()
+        return result, (time.perf_counter_ns() - start) / 1e3
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises CellTimeout inside the block once `seconds` have passed, as soon as the interpreter gets control.
+
+    Signals reach only the main thread; elsewhere the block is not limited.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expire(*_: object) -> None:
+        raise CellTimeout(f"over {seconds:g} s")
+
+    previous = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
