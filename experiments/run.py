@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
-from analysis.load import load_records
-from analysis.report import attribution_table, ratio_table, write_figures
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
+from analysis.load import export, load_records
+from analysis.report import attribution_tables, ratio_tables, write_figures
 from experiments.build import build_block
 from experiments.display import console, live_block, point
 from experiments.preflight import Preflight, preflight
@@ -46,6 +46,11 @@ def run_job(cfg: DictConfig) -> None:
     counts = {status: sum(r.status == status for r in records) for status in dict.fromkeys(r.status for r in records)}
     summary = ", ".join(f"{number} {status}" for status, number in counts.items())
     console.print(f"block {file.path.stem} ({point(block)}): {summary}")
+    if block.workload.name != "uniform":
+        groups = ", ".join(
+            f"{rows} requests x {tokens} tokens" for rows, tokens in block.workload.tree().prefix_groups()
+        )
+        console.print(f"  prefix groups: {groups or 'none'}", soft_wrap=True)
     for record in records:
         if record.status != "ok":
             cell = CellName(**record.cell)
@@ -59,11 +64,13 @@ def finish(plan: Preflight) -> int:
     missing = [key for key, rows in attempts.items() if not rows]
     if len(missing) < len(keys):
         run = load_records(plan.output_dir, blocks=keys)
-        console.print(ratio_table(run))
-        console.print(attribution_table(run))
+        console.print(ratio_tables(run))
+        console.print(attribution_tables(run))
+        written = export(run, plan.output_dir)
         if plan.figures:
-            for path in write_figures(run, plan.output_dir / "figures"):
-                console.print(f"figure {path}", soft_wrap=True)
+            written += write_figures(run, plan.output_dir / "figures")
+        for path in written:
+            console.print(str(path), soft_wrap=True)
         bad = run.cells[run.cells.status.isin(FAILURES)]
     console.print(f"records {plan.output_dir / 'records'}", soft_wrap=True)
     if missing:
@@ -80,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Checks the whole command line, runs it through Hydra, reports. Exit code 2 for refused input."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parsed = get_args_parser().parse_args(words)
-    if parsed.help or parsed.hydra_help or parsed.version or parsed.cfg or parsed.info is not None:
+    if parsed.help or parsed.hydra_help or parsed.cfg or parsed.info is not None:
         run_job()
         return 0
     try:

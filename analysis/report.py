@@ -1,0 +1,104 @@
+"""Tables, figures and parquet of one run: `python -m analysis.report outputs/ablation`."""
+
+import argparse
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+
+import pandas as pd
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.table import Table
+
+import analysis.figures
+from analysis.attribution import FROM_BASELINE_TO_GRANIKV, attribute_all, noise_floor
+from analysis.load import Run, export, load_records
+from analysis.stats import Estimate
+
+
+def ratio_tables(run: Run) -> Group:
+    """One table a block: every cell's status, median time, speed-up over the baseline, and what the selector chose."""
+    backends, tables = run.cells.backend.nunique(), []
+    for _, cells in run.cells.groupby("block", sort=False):
+        table = _table(f"Speed-up over the baseline: {point(cells.iloc[0])}")
+        for name in ("cell", "status", "ms", "speed-up, 95%", "chosen"):
+            table.add_column(name, justify="right" if name == "ms" else "left", no_wrap=True)
+        for _, cell in cells.iterrows():
+            ok = cell.status == "ok"
+            name = f"{cell.layout} x {cell.kernel}" + (f" ({cell.backend})" if backends > 1 else "")
+            table.add_row(
+                f"{name}, A/A" if cell.placebo else name,
+                "ok, charged" if ok and cell.adapter else str(cell.status),
+                f"{cell.total_us / 1e3:.3f}" if ok else "",
+                str(Estimate(cell.ratio, cell.ratio_lo, cell.ratio_hi)) if ok and not pd.isna(cell.ratio) else "",
+                cell.chosen,
+            )
+        tables.append(table)
+    return Group(*tables)
+
+
+def attribution_tables(run: Run) -> Group:
+    """One table a block and backend: layout and kernel factors in both orders, Shapley means, interaction."""
+    corners, noise, tables = FROM_BASELINE_TO_GRANIKV, noise_floor(run), []
+    for (block, backend), group in attribute_all(run, corners).groupby(["block", "backend"], sort=False):
+        shown = {
+            row.effect: str(Estimate(row.factor, row.lo, row.hi)) + "*" * row.within_noise
+            for _, row in group.iterrows()
+        }
+        table = _table(f"Who earns it, {backend}: {point(group.iloc[0])}")
+        table.caption = f"{corners}; A/A noise {noise.get(str(block), float('nan')):.3f}, * = within it"
+        for name in ("order", "layout", "kernel", "total"):
+            table.add_column(name, no_wrap=True)
+        table.add_row("layout first", shown["layout_first"], shown["kernel_second"], shown["total"])
+        table.add_row("kernel first", shown["layout_second"], shown["kernel_first"])
+        table.add_row("Shapley mean", shown["layout"], shown["kernel"])
+        table.add_row("interaction", shown["interaction"])
+        tables.append(table)
+    return Group(*tables)
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+
+
+def point(cell: pd.Series) -> str:
+    """The workload point of a block, as table headings show it."""
+    where = f"{cell.workload}, B {cell.batch_size}, Lp {cell.prefix_len:.0f}, Ls {cell.suffix_len:.0f}"
+    return where if cell.num_prefixes == 1 else f"{where}, {cell.num_prefixes} prefixes"
+
+
+def write_figures(run: Run, directory: Path) -> list[Path]:
+    """Every figure under analysis/figures that applies to `run`, as PDF, PNG and CSV."""
+    written = []
+    for module in sorted(pkgutil.iter_modules(analysis.figures.__path__), key=lambda module: module.name):
+        written += importlib.import_module(f"analysis.figures.{module.name}").draw(run, directory)
+    return written
+
+
+def main() -> int:
+    """Parses the command line, prints the tables, writes figures and parquet."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, help="outputs/NAME or results/NAME")
+    parser.add_argument("--figures", type=Path, help="folder for figures (default: RUN/figures)")
+    parser.add_argument(
+        "--export", type=Path, help="also write cells.parquet, samples.parquet and provenance.json here"
+    )
+    options = parser.parse_args()
+    console = Console()
+    try:
+        run = load_records(options.run)
+        console.print(ratio_tables(run))
+        console.print(attribution_tables(run))
+        written = write_figures(run, options.figures or options.run / "figures")
+        written += export(run, options.export) if options.export else []
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for path in written:
+        console.print(str(path.resolve()), soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
