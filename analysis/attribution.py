@@ -77,15 +77,17 @@ def attribute(
 
 def attribute_all(run: Run, corners: Corners = FROM_BASELINE_TO_GRANIKV) -> pd.DataFrame:
     """attribute() of every block and backend that has all four corners, with the workload point beside it."""
+    where = ["block", "backend", "workload", "model", "batch_size", "prefix_len", "suffix_len", "num_prefixes"]
     tables = []
     for (block, backend), cells in run.cells[~run.cells.placebo].groupby(["block", "backend"], sort=False):
         try:
             table = attribute(run, str(block), corners, str(backend))
         except ValueError:
             continue
-        where = ["workload", "model", "batch_size", "prefix_len", "suffix_len", "num_prefixes"]
-        tables.append(table.join(cells[["block", "backend", *where]].head(1).set_index("block"), on="block"))
-    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=["block", "effect", "factor"])
+        tables.append(table.merge(cells[where].head(1), on="block"))
+    if not tables:
+        return pd.DataFrame(columns=[*where, "effect", "factor", "lo", "hi", "within_noise"])
+    return pd.concat(tables, ignore_index=True)
 
 
 def noise_floor(run: Run) -> dict[str, float]:

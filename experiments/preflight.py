@@ -56,6 +56,8 @@ def preflight(words: Sequence[str], multirun: bool = False, config_dir: str | No
         plain = [o.input_line or "" for o in overrides if o.get_key_element() not in axes and not _is_hydra(o)]
         points = [_compose([*search, *plain, *point]) for point in itertools.product(*axes.values())]
     blocks = [build_block(point) for point in points]
+    for block in blocks:
+        block.workload.tree()  # reads a trace, and refuses what makes no batch
     return Preflight(blocks, Path(points[0].output_dir).resolve(), bool(points[0].figures))
 
 
