@@ -16,7 +16,11 @@ from granikv.tree import two_level
 from granikv.view import KVPool
 
 ablation = OmegaConf.load(CONF / "experiment" / "ablation.yaml")
-SIZES = [int(n) for n in ablation.hydra.sweeper.params["workload.prefix_len"].split(",")]
+POINTS = [
+    (int(batch_size), int(prefix_len))
+    for batch_size in ablation.hydra.sweeper.params["workload.batch_size"].split(",")
+    for prefix_len in ablation.hydra.sweeper.params["workload.prefix_len"].split(",")
+]
 FAULTS = ["dropped_suffix", "off_by_one_last_page", "swapped_lse_base", "permuted_lse", "swapped_table_rows"]
 
 
@@ -25,26 +29,26 @@ def ablation_blocks():
     model = OmegaConf.load(CONF / "model" / "llama31_8b.yaml")
     spec = AttentionSpec(model.num_qo_heads, model.num_kv_heads, model.head_dim)
     made = {}
-    for prefix_len in SIZES:
-        tree = two_level([(prefix_len, [ablation.workload.suffix_len] * ablation.workload.batch_size)])
+    for batch_size, prefix_len in POINTS:
+        tree = two_level([(prefix_len, [ablation.workload.suffix_len] * batch_size)])
         logical = materialize(tree, spec, seed=0)
-        made[prefix_len] = logical, oracle(logical)
+        made[batch_size, prefix_len] = logical, oracle(logical)
     return made
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("prefix_len", SIZES)
-def test_a_planted_fault_is_caught_at_the_size_of_the_ablation(prefix_len, fault, ablation_blocks):
-    logical, truth = ablation_blocks[prefix_len]
+@pytest.mark.parametrize("point", POINTS, ids=str)
+def test_a_planted_fault_is_caught_at_the_size_of_the_ablation(point, fault, ablation_blocks):
+    logical, truth = ablation_blocks[point]
     state = planted_faults(truth, logical)[fault]
     result = check(AttentionState(state.out.float(), state.lse), math.e, truth)
     assert not result.passed
     assert result.out_error > 1000 * result.out_budget
 
 
-@pytest.mark.parametrize("prefix_len", SIZES)
-def test_the_right_answer_passes_at_the_size_of_the_ablation(prefix_len, ablation_blocks):
-    _, truth = ablation_blocks[prefix_len]
+@pytest.mark.parametrize("point", POINTS, ids=str)
+def test_the_right_answer_passes_at_the_size_of_the_ablation(point, ablation_blocks):
+    _, truth = ablation_blocks[point]
     assert check(AttentionState(truth.whole.out.float(), truth.whole.lse), math.e, truth).passed
 
 
