@@ -313,6 +313,18 @@ def test_a_run_without_a_single_ok_cell_makes_what_it_can(tmp_path):
     assert {path.stem for path in paths} == {"heatmap"}
 
 
+def test_the_crossover_shows_both_sides_of_1(tmp_path):
+    """A prefix kernel that loses to naive (as a cascade does at B=128, Lp=128, Hq=16, Hkv=8) is drawn as losing."""
+    blocks = several_points()
+    for one in blocks[0]:
+        if one["cell"]["kernel"] in ("cascade", "hydragen"):
+            one["samples"]["total_us"] = [2000.0 + i for i in range(40)]
+    write_figures(load_records(written(tmp_path, *blocks)), tmp_path / "figures")
+    ratios = pd.read_csv(tmp_path / "figures" / "crossover.csv").ratio
+    assert ratios.min() == pytest.approx(0.57, abs=0.15)
+    assert ratios.max() > 2
+
+
 def test_waterfall_bars_multiply_to_the_total(tmp_path):
     write_figures(load_records(written(tmp_path, *several_points())), tmp_path / "figures")
     data = pd.read_csv(tmp_path / "figures" / "waterfall.csv")

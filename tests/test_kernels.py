@@ -83,17 +83,6 @@ def test_rows_in_any_order_give_the_same_rows(kernel):
     torch.testing.assert_close(state_of(held, make_kernel(kernel)).out, expected.out[shuffle])
 
 
-def test_groups_come_from_page_identity_not_from_reference_counts():
-    """15 requests: 8 share a prefix, 7 do not; 7 of the 8 finish. The 8 left share nothing with each other."""
-    held = filled("paged_16", two_level([(256, [4] * 8), (0, [260] * 7)]))
-    left = held.rows[7:]
-    view = held.layout.view(left)
-    assert [(group.row_start, group.row_end) for group in view.prefix_groups()] == [(0, 1)]
-    kernel = make_kernel("cascade")
-    state = kernel.run(kernel.plan(view, held.logical.spec), held.logical.q[7:], [held.layout.pools[0]] * 2)
-    torch.testing.assert_close(state.out.double(), oracle(held.logical).whole.out[7:], atol=1e-5, rtol=1e-5)
-
-
 def test_batch_global_cascade_sees_only_what_the_whole_batch_shares():
     spec = spec_of()
     one, two = (filled("paged_16", TREES[name], spec) for name in ("one_group", "two_groups_of_unequal_length"))
