@@ -18,7 +18,8 @@ CELL = ["layout", "kernel", "backend", "placebo"]
 
 @dataclass(frozen=True)
 class Run:
-    """cells: one row a cell, medians and ratios included. samples: one row a trial. provenance: distinct origins."""
+    """cells: one row a cell, medians and ratios included. samples: one row a trial. provenance: code,
+    environment and configurations."""
 
     cells: pd.DataFrame
     samples: pd.DataFrame
@@ -56,7 +57,7 @@ def load_records(path: Path | str, blocks: Collection[str] | None = None) -> Run
     samples = pd.DataFrame([sample for row in rows for sample in _samples(row)])
     if samples.empty:
         samples = pd.DataFrame(columns=["block", *CELL, "trial", "position", *PARTS])
-    run = Run(cells, samples, _distinct([{**row["provenance"], "hashes": row["hashes"]} for row in rows]))
+    run = Run(cells, samples, _origins(rows))
     return Run(_with_ratios(run), samples, run.provenance)
 
 
@@ -178,11 +179,13 @@ def _with_ratios(run: Run) -> pd.DataFrame:
     return cells
 
 
-def _distinct(values: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Provenances that differ in more than the moment and the numbers' own digest."""
+def _origins(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Distinct code and environments, each with the full configuration of the blocks that it measured."""
     seen: dict[str, dict[str, Any]] = {}
-    for value in values:
-        plain = {key: v for key, v in value.items() if key not in ("time", "kv_hash", "gate_margins")}
-        plain["hashes"] = {key: v for key, v in plain["hashes"].items() if key in ("code", "environment")}
-        seen.setdefault(json.dumps(plain, sort_keys=True), {**plain, "time": value.get("time")})
+    for row in rows:
+        origin = {key: v for key, v in row["provenance"].items() if key not in ("time", "kv_hash", "gate_margins")}
+        origin["hashes"] = {key: row["hashes"][key] for key in ("code", "environment")}
+        key = json.dumps(origin, sort_keys=True)
+        known = seen.setdefault(key, {**origin, "time": row["provenance"].get("time"), "configs": {}})
+        known["configs"][row["block"]] = row["config"]
     return list(seen.values())

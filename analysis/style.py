@@ -109,7 +109,7 @@ def save(figure: Figure, data: pd.DataFrame, directory: Path, name: str) -> list
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"{name}.{suffix}" for suffix in ("pdf", "png", "csv")]
     figure.savefig(paths[0])
-    figure.savefig(paths[1], dpi=200)
+    figure.savefig(paths[1], dpi=130)
     plt.close(figure)
     data.to_csv(paths[2], index=False)
     return paths
