@@ -152,8 +152,14 @@ def test_the_second_point_failing_leaves_the_others_and_sets_the_exit_code(tmp_p
 
 
 def start(folder, *words):
+    """A run that Ctrl-C reaches, also where the tests themselves run in the background."""
     return subprocess.Popen(
-        command(folder, *words), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(folder, *words),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
