@@ -8,20 +8,20 @@ from torch import Tensor
 
 from granikv.kernels import AttentionKernel
 from granikv.spec import AttentionSpec
-from granikv.view import KVPool, KVView, Trait
+from granikv.view import KVPool, KVView, Trait, indptr_of
 
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """The view after the gather, the page ids to copy of each shared level, and the bytes read and written a layer."""
+    """The view after the gather, the page ids to copy (all shared levels), and the bytes read and written a layer."""
 
     view: KVView
-    pages: list[Tensor]
+    pages: Tensor
     num_bytes: int
 
 
 class GatherPrefix:
-    """Copies each paged shared level into a contiguous buffer. Gives DENSE_PREFIX, takes ONE_POOL away."""
+    """Copies all paged shared levels into one contiguous buffer. Gives DENSE_PREFIX, takes ONE_POOL away."""
 
     name = "gather_prefix"
     needs = Trait.LEVELED
@@ -30,36 +30,30 @@ class GatherPrefix:
 
     def plan(self, view: KVView, spec: AttentionSpec) -> GatherPlan:
         """Which pages become which contiguous run."""
-        pages, levels, tokens = [], [], 0
+        pages, levels, gathered = [view.levels[0].kv_indices[:0]], [], 0
         for level in view.levels[:-1]:
-            pages.append(level.kv_indices.long().to(spec.device))
-            starts = level.kv_indptr[:-1].long() * level.page_size
+            pages.append(level.kv_indices)
             lens = level.kv_lens.int()
-            indptr = torch.zeros_like(level.kv_indptr)
-            torch.cumsum(lens, 0, out=indptr[1:])
-            levels.append(
-                replace(
-                    level,
-                    page_size=1,
-                    kv_indptr=indptr,
-                    last_page_len=lens.clamp_max(1),
-                    pages=None,
-                    slab_starts=starts,
-                )
+            dense = replace(
+                level,
+                page_size=1,
+                kv_indptr=indptr_of(lens),
+                last_page_len=lens.clamp_max(1),
+                pages=None,
+                slab_starts=gathered + level.kv_indptr[:-1].long() * level.page_size,
             )
-            tokens += int(level.kv_indptr[-1]) * level.page_size
-        traits = (view.traits | self.gives) & ~self.takes
+            levels.append(dense)
+            gathered += int(level.kv_indptr[-1]) * level.page_size
         return GatherPlan(
-            replace(view, levels=(*levels, view.levels[-1]), traits=traits), pages, 2 * tokens * spec.kv_token_bytes
+            replace(view, levels=(*levels, view.levels[-1]), traits=(view.traits | self.gives) & ~self.takes),
+            torch.cat(pages).long().to(spec.device),
+            2 * gathered * spec.kv_token_bytes,
         )
 
     def run(self, plan: GatherPlan, kv: Sequence[KVPool]) -> list[KVPool]:
-        """The pools of the adapted view's levels: fresh copies for the shared ones."""
-        gathered = []
-        for pages, pool in zip(plan.pages, kv[:-1], strict=True):
-            flat = (x.index_select(0, pages).view(-1, 1, *x.shape[2:]) for x in pool)
-            gathered.append(KVPool(*flat))
-        return [*gathered, kv[-1]]
+        """The pools of the adapted view's levels: one fresh copy for all shared ones."""
+        gathered = KVPool(*(x.index_select(0, plan.pages).view(-1, 1, *x.shape[2:]) for x in kv[-1]))
+        return [*([gathered] * (len(kv) - 1)), kv[-1]]
 
 
 ADAPTERS = (GatherPrefix(),)
