@@ -13,6 +13,9 @@ import pandas as pd
 from analysis.stats import paired_ratio
 
 PARTS = ("append_us", "alloc_us", "view_us", "plan_us", "adapt_us", "run_us", "total_us")
+PER_BLOCK = ("time", "kv_hash", "gate_margins", "gpu_before", "gpu_after")
+"""What provenance says of one block alone."""
+
 CELL = ["layout", "kernel", "backend", "placebo"]
 
 
@@ -130,7 +133,7 @@ def _cell(row: dict[str, Any]) -> dict[str, Any]:
     notes, footprint = plan.get("notes") or {}, row["footprint"] or {}
     medians = {part: float(pd.Series(row["samples"].get(part, []), dtype=float).median()) for part in PARTS}
     return {
-        **{key: row[key] for key in ("level", "run", "block", "status", "reason", "floor_us")},
+        **{key: row[key] for key in ("level", "run", "block", "status", "reason", "floor_us", "bound_us")},
         **row["cell"],
         **{key: measure[key] for key in ("device", "device_name", "clock", "l2", "num_threads", "seed")},
         **{key: row["model"][key] for key in ("dtype", "num_qo_heads", "num_kv_heads", "head_dim", "num_layers")},
@@ -147,11 +150,17 @@ def _cell(row: dict[str, Any]) -> dict[str, Any]:
         **medians,
         "tokens_per_s": row.get("tokens_per_s"),
         **{key: footprint.get(key) for key in ("reserved_bytes", "used_bytes", "copied_tokens", "spilled_pages")},
+        **{f"sm_mhz_{when}": _megahertz(row["provenance"].get(f"gpu_{when}")) for when in ("before", "after")},
         "is_baseline": row["cell"] == row["baseline"],
         "num_trials": len(row["samples"]["total_us"]),
         **{key: row["provenance"].get(key) for key in ("git_sha", "dirty")},
         **{f"{key}_hash": row["hashes"][key] for key in ("code", "environment", "config")},
     }
+
+
+def _megahertz(state: dict[str, str] | None) -> float:
+    """The GPU's clock as nvidia-smi printed it, NaN where there was none."""
+    return float(state["clocks.sm"].split()[0]) if state else math.nan
 
 
 def _samples(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -183,7 +192,7 @@ def _origins(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Distinct code and environments, each with the full configuration of the blocks that it measured."""
     seen: dict[str, dict[str, Any]] = {}
     for row in rows:
-        origin = {key: v for key, v in row["provenance"].items() if key not in ("time", "kv_hash", "gate_margins")}
+        origin = {key: v for key, v in row["provenance"].items() if key not in PER_BLOCK}
         origin["hashes"] = {key: row["hashes"][key] for key in ("code", "environment")}
         key = json.dumps(origin, sort_keys=True)
         known = seen.setdefault(key, {**origin, "time": row["provenance"].get("time"), "configs": {}})

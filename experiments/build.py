@@ -59,7 +59,11 @@ def build_block(cfg: DictConfig) -> Block:
     backends = [cfg.backend] if isinstance(cfg.backend, str) else list(cfg.backend)
     for make in layouts.values():
         make()
-    kernels = {(str(name), backend): _kernel(cfg, str(name), backend) for name in cfg.kernel for backend in backends}
+    kernels = {
+        (str(name), backend): _kernel(cfg, str(name), backend)
+        for name in cfg.kernel
+        for backend in _backends_of(cfg.kernel[name], backends)
+    }
     measured = {key: value for key, value in _plain(cfg).items() if key not in NOT_MEASURED}
     return Block(
         run=cfg.name,
@@ -72,6 +76,7 @@ def build_block(cfg: DictConfig) -> Block:
         kernels=kernels,
         baseline=_baseline(cfg.baseline, list(layouts), [str(name) for name in cfg.kernel], backends),
         config=measured,
+        ceilings=make_object(cfg.device.ceilings, "device.ceilings") if cfg.device.ceilings else None,
     )
 
 
@@ -102,7 +107,7 @@ def _device(node: DictConfig) -> torch.device:
             f"Fix: device.num_threads={cores}"
         )
     torch.set_num_threads(node.num_threads)
-    return torch.device(node.type)
+    return torch.device(node.type, torch.cuda.current_device()) if node.type == "cuda" else torch.device("cpu")
 
 
 def _baseline(node: DictConfig, layouts: list[str], kernels: list[str], backends: list[str]) -> CellName:
@@ -129,6 +134,11 @@ def _maker(node: DictConfig, where: str) -> Callable[[], KVLayout]:
         return layout
 
     return make
+
+
+def _backends_of(node: Mapping[str, Any], wanted: list[str]) -> list[str]:
+    """Those of `wanted` that the kernel has; all of them, to be recorded as unsupported, if it has none."""
+    return [backend for backend in wanted if backend in node] or wanted
 
 
 def _kernel(cfg: DictConfig, name: str, backend: str) -> AttentionKernel | str:

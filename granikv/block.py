@@ -1,6 +1,7 @@
 """One comparison block: all cells of one workload point, on the same numbers, gated, then timed interleaved."""
 
 import gc
+import statistics
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -14,13 +15,14 @@ from granikv.cell import Cell, CellName, FilledLayout
 from granikv.gate import GateError, self_test
 from granikv.kernels import AttentionKernel
 from granikv.layouts.base import KVLayout
-from granikv.logical import logical_bytes, materialize
+from granikv.logical import LogicalKV, logical_bytes, materialize
 from granikv.memory import fits
-from granikv.provenance import code_hash, device_name, digest, environment, git_state
+from granikv.provenance import code_hash, device_name, digest, environment, git_state, gpu_state
 from granikv.record import Record
 from granikv.reference import oracle
+from granikv.roofline import Ceilings, Floor
 from granikv.spec import AttentionSpec
-from granikv.timing import CpuClock, Timing
+from granikv.timing import Clock, CpuClock, Timing
 from granikv.tree import ContextTree
 from granikv.workloads.base import Workload
 
@@ -31,7 +33,7 @@ Progress = Callable[[str, int, int, Sequence[Cell]], None]
 @dataclass(frozen=True)
 class Block:
     """Everything that one block measures. `layouts` makes a fresh layout by name; a kernel that could not be made is
-    the reason (a string), and its cells are unsupported.
+    the reason (a string), and its cells are unsupported. `ceilings` are the device's, where they were measured.
     """
 
     run: str
@@ -44,6 +46,7 @@ class Block:
     kernels: Mapping[tuple[str, str], AttentionKernel | str]
     baseline: CellName
     config: Mapping[str, Any]
+    ceilings: Ceilings | None = None
 
     @property
     def cell_names(self) -> list[CellName]:
@@ -65,20 +68,21 @@ class Block:
         return digest(self.hashes())
 
     def memory_bytes(self, tree: ContextTree) -> int:
-        """K and V of the logical batch and of every layout, the placebo's included."""
+        """K and V of the logical batch and of every layout's layers, the placebo's included."""
         made = {name: layout() for name, layout in self.layouts.items()}
         pools = sum(layout.pool_bytes(self.spec, layout.capacity_of(tree)) for layout in made.values())
         if self.baseline.layout in made:
             placebo = made[self.baseline.layout]
             pools += placebo.pool_bytes(self.spec, placebo.capacity_of(tree))
-        return pools + logical_bytes(tree, self.spec)
+        layer_bytes = logical_bytes(tree, self.spec)
+        return pools * self.timing.rotated_layers(layer_bytes) + layer_bytes
 
 
 def run_block(block: Block, progress: Progress = lambda *_: None) -> list[Record]:
     """Runs `block` to its end and returns one record a cell. A cell that fails has its status; the others go on."""
     tree = block.workload.tree()
     cells = [Cell(name) for name in block.cell_names]
-    facts: dict[str, Any] = {"kv_hash": None, "gate_margins": {}}
+    facts: dict[str, Any] = {"kv_hash": None, "gate_margins": {}, "gpu_before": gpu_state(block.spec.device)}
     shortage = fits(block.memory_bytes(tree), block.spec.device, f"the block {block.workload.name}")
     try:
         if shortage:
@@ -89,7 +93,20 @@ def run_block(block: Block, progress: Progress = lambda *_: None) -> list[Record
         _end_all(cells, "incorrect", f"{error}: nothing here can be vouched for")
     except Exception as error:
         _end_all(cells, "crash", f"{type(error).__name__}: {error}")
-    return _records(block, tree, cells, facts)
+    facts["gpu_after"] = gpu_state(block.spec.device)
+    floor = block.ceilings.floor(tree, block.spec) if block.ceilings else None
+    if floor and block.timing.cache == "cold":
+        _reject_below(cells, floor.bound_us)
+    return _records(block, tree, cells, floor, facts)
+
+
+def _reject_below(cells: Sequence[Cell], bound_us: float) -> None:
+    """A time that nothing can reach is a fault of the measurement."""
+    for cell in cells:
+        if cell.status is None and (median := statistics.median(cell.samples["run_us"])) < bound_us:
+            cell.end(
+                "incorrect", f"run_us {median:.1f} is below the roofline bound of {bound_us:.1f}: measured wrongly"
+            )
 
 
 def _end_all(cells: Sequence[Cell], status: str, reason: str) -> None:
@@ -107,8 +124,8 @@ def _measure(block: Block, tree: ContextTree, cells: Sequence[Cell], facts: dict
     progress("oracle and gate self-test", 0, 1, cells)
     truth = oracle(logical)
     facts["gate_margins"] = self_test(truth, logical)
-    clock = CpuClock(timing)
-    _prepare(block, cells, logical, progress)
+    clock = _clock(block, tree)
+    _prepare(block, cells, logical, clock.num_layers, progress)
     for done, cell in enumerate(cells):
         if cell.status is None:
             progress(f"gate {cell.name}", done, len(cells), cells)
@@ -120,7 +137,15 @@ def _measure(block: Block, tree: ContextTree, cells: Sequence[Cell], facts: dict
     _time(block, cells, clock, progress)
 
 
-def _prepare(block: Block, cells: Sequence[Cell], logical: Any, progress: Progress) -> None:
+def _clock(block: Block, tree: ContextTree) -> Clock:
+    if block.timing.clock == "cpu":
+        return CpuClock(block.timing)
+    from granikv.cuda_timing import CudaClock
+
+    return CudaClock(block.timing, block.timing.rotated_layers(logical_bytes(tree, block.spec)))
+
+
+def _prepare(block: Block, cells: Sequence[Cell], logical: LogicalKV, num_layers: int, progress: Progress) -> None:
     """Fills one layout a name, and one more for the placebo; settles what is unsupported or illegal."""
     filled: dict[tuple[str, bool], FilledLayout] = {}
     for done, cell in enumerate(cells):
@@ -134,7 +159,8 @@ def _prepare(block: Block, cells: Sequence[Cell], logical: Any, progress: Progre
         def fill(cell: Cell = cell) -> None:
             key = (cell.name.layout, cell.name.placebo)
             if key not in filled:
-                made = FilledLayout(block.layouts[cell.name.layout](), logical, block.timing.seed + cell.name.placebo)
+                layout, seed = block.layouts[cell.name.layout](), block.timing.seed + cell.name.placebo
+                made = FilledLayout(layout, logical, seed, num_layers)
                 made.verify()
                 filled[key] = made
             cell.filled = filled[key]
@@ -143,7 +169,7 @@ def _prepare(block: Block, cells: Sequence[Cell], logical: Any, progress: Progre
         cell.attempt(fill, block.timing.cell_timeout_s)
 
 
-def _time(block: Block, cells: Sequence[Cell], clock: CpuClock, progress: Progress) -> None:
+def _time(block: Block, cells: Sequence[Cell], clock: Clock, progress: Progress) -> None:
     """Warm-up and trials: every trial visits all living cells in a fresh random order."""
     timing = block.timing
     alive = [cell for cell in cells if cell.status is None]
@@ -170,7 +196,9 @@ def _time(block: Block, cells: Sequence[Cell], clock: CpuClock, progress: Progre
         gc.enable()
 
 
-def _records(block: Block, tree: ContextTree, cells: Sequence[Cell], facts: Mapping[str, Any]) -> list[Record]:
+def _records(
+    block: Block, tree: ContextTree, cells: Sequence[Cell], floor: Floor | None, facts: Mapping[str, Any]
+) -> list[Record]:
     attempt, spec = uuid.uuid4().hex[:16], block.spec
     provenance = {
         **git_state(),
@@ -179,7 +207,7 @@ def _records(block: Block, tree: ContextTree, cells: Sequence[Cell], facts: Mapp
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
     measure = {
-        "clock": CpuClock.name,
+        "clock": block.timing.clock,
         "l2": block.timing.cache,
         "device": spec.device.type,
         "device_name": device_name(spec.device),
@@ -212,7 +240,8 @@ def _records(block: Block, tree: ContextTree, cells: Sequence[Cell], facts: Mapp
             plan={"ran": cell.ran, "notes": cell.notes},
             gate=asdict(cell.gate) if cell.gate else None,
             footprint=asdict(cell.filled.layout.footprint()) if cell.filled else None,
-            floor_us=None,
+            floor_us=floor.level_sum_us if floor else None,
+            bound_us=floor.bound_us if floor else None,
             samples=cell.samples,
             provenance=provenance,
             hashes=hashes,

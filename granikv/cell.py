@@ -15,7 +15,7 @@ from granikv.logical import LogicalKV
 from granikv.record import SAMPLE_FIELDS
 from granikv.reference import Oracle
 from granikv.selector import NoLegalChoice
-from granikv.timing import CellTimeout, CpuClock, time_limit
+from granikv.timing import CellTimeout, Clock, time_limit
 from granikv.view import KVPool, KVView
 
 
@@ -32,12 +32,12 @@ class CellName(NamedTuple):
 
 
 class FilledLayout:
-    """A layout that holds a block's tokens, and the sequence of each row."""
+    """A layout that holds a block's tokens in each of `num_layers` layers, and the sequence of each row."""
 
-    def __init__(self, layout: KVLayout, logical: LogicalKV, seed: int) -> None:
+    def __init__(self, layout: KVLayout, logical: LogicalKV, seed: int, num_layers: int = 1) -> None:
         self.layout, self.logical = layout, logical
         tree, spec = logical.tree, logical.spec
-        layout.reserve(spec, layout.capacity_of(tree), len(logical.kv), seed)
+        layout.reserve(spec, layout.capacity_of(tree), num_layers, seed)
         self.sequences: list[int] = []
         for number, node in enumerate(tree.nodes):
             prefix_len = node.num_tokens if node.shared else 0
@@ -47,18 +47,16 @@ class FilledLayout:
                 else layout.fork(self.sequences[node.parent], prefix_len)
             )
             slots = layout.grow([seq], [node.num_tokens]).to(spec.device)
-            for layer, kv in enumerate(logical.kv):
-                layout.write(layer, slots, *kv[number])
+            for layer in range(num_layers):
+                layout.write(layer, slots, *logical.kv[number])
             self.sequences.append(seq)
         self.rows = [self.sequences[number] for number in tree.requests]
         self.full_lens = [layout.seq_len(seq) for seq in self.rows]
         self.growing = [row for row, number in enumerate(tree.requests) if tree.nodes[number].num_tokens]
-        self.last_tokens = [
-            KVPool(*(torch.stack([kv[tree.requests[row]][part][-1] for row in self.growing]) for part in (0, 1)))
-            if self.growing
-            else None
-            for kv in logical.kv
-        ]
+        newest = [logical.kv[tree.requests[row]] for row in self.growing]
+        self.last_tokens = (
+            KVPool(*(torch.stack([kv[part][-1] for kv in newest]) for part in (0, 1))) if newest else None
+        )
 
     def take_back_last_tokens(self) -> None:
         """Every growing row is one token short of full, also after a step that was cut off half-way."""
@@ -105,6 +103,8 @@ class Cell:
     notes: dict[str, Any] = field(default_factory=dict)
     adapt_bytes: int = 0
     seconds: float = 0.0
+    planned: KVView | None = None
+    captured: dict[str, Any] = field(default_factory=dict)
     samples: dict[str, list[float]] = field(
         default_factory=lambda: {name: [] for name in ("position", *SAMPLE_FIELDS, "total_us")}
     )
@@ -112,6 +112,7 @@ class Cell:
     def end(self, status: str, reason: str) -> None:
         """Gives the cell its final status; samples taken so far are dropped, because a failed cell has no latency."""
         self.status, self.reason = status, reason
+        self.captured.clear()
         for values in self.samples.values():
             values.clear()
 
@@ -147,7 +148,7 @@ class Cell:
         if self.binding.reason is not None:
             self.end("illegal", self.binding.reason)
 
-    def check(self, truth: Oracle, clock: CpuClock, num_layers: int) -> None:
+    def check(self, truth: Oracle, clock: Clock, num_layers: int) -> None:
         """One unrecorded step through the gate; ends the cell as incorrect if its output is wrong."""
         assert self.kernel is not None
         state, _ = self.step(clock, num_layers)
@@ -155,8 +156,8 @@ class Cell:
         if not self.gate.passed:
             self.end("incorrect", self.gate.reason())
 
-    def step(self, clock: CpuClock, num_layers: int) -> tuple[AttentionState, dict[str, float]]:
-        """One decode step of one layer: the newest token of every row is appended again, planned and attended to.
+    def step(self, clock: Clock, num_layers: int) -> tuple[AttentionState, dict[str, float]]:
+        """One decode step: the newest token of every row is appended again, planned and attended to.
 
         Host work of the step (alloc, view, plan) is shared by `num_layers` layers; each pays for append, adapt and run.
         """
@@ -165,31 +166,61 @@ class Cell:
         assert self.binding is not None
         layout, rows, logical = self.filled.layout, self.filled.rows, self.filled.logical
         kernel, adapter, spec, q = self.kernel, self.binding.adapter, logical.spec, logical.q
-        growing = [rows[row] for row in self.filled.growing]
+        growing, newest = [rows[row] for row in self.filled.growing], self.filled.last_tokens
         self.filled.take_back_last_tokens()
-        clock.chill()
         times = {}
-        slots, times["alloc_us"] = clock.time_us(lambda: layout.grow(growing, [1] * len(growing)).to(spec.device))
-        newest = self.filled.last_tokens[0]
-        _, times["append_us"] = clock.time_us(lambda: layout.write(0, slots, *newest) if newest is not None else None)
-        view, times["view_us"] = clock.time_us(lambda: layout.view(rows))
+        slots, times["alloc_us"] = clock.host_us(lambda: layout.grow(growing, [1] * len(growing)).to(spec.device))
+        view, times["view_us"] = clock.host_us(lambda: layout.view(rows))
 
         def plan() -> tuple[GatherPlan | None, KVView, Any]:
             gather = None if adapter is None else adapter.plan(view, spec)
             shown = view if gather is None else gather.view
             return gather, shown, kernel.plan(shown, spec)
 
-        (gather, shown, made), times["plan_us"] = clock.time_us(plan)
-        kv = [layout.pools[0]] * len(view.levels)
+        (gather, shown, made), times["plan_us"] = clock.host_us(plan)
+        if not same_pages(self.planned, view):
+            self.captured.clear()
+        self.planned = view
+        pools = [[layout.pools[layer]] * len(view.levels) for layer in range(clock.num_layers)]
+        clock.chill()
+        times["append_us"] = 0.0
+        if newest is not None:
+            _, times["append_us"] = clock.device_us(
+                lambda layer: layout.write(layer, slots, *newest), self.captured, "append"
+            )
         times["adapt_us"] = 0.0
         if adapter is not None and gather is not None:
-            kv, times["adapt_us"] = clock.time_us(lambda: adapter.run(gather, kv))
-        state, times["run_us"] = clock.time_us(lambda: run_in_batch_order(kernel, made, shown, q, kv))
+            gathered: dict[int, list[KVPool]] = {}
+
+            def adapt(layer: int) -> None:
+                gathered[layer] = adapter.run(gather, pools[layer])
+
+            _, times["adapt_us"] = clock.device_us(adapt, self.captured, "adapt")
+            if "adapt" in self.captured:  # a graph fills the buffers of its capture
+                self.captured.setdefault("gathered", gathered)
+                gathered = self.captured["gathered"]
+            pools = [gathered[layer] for layer in range(clock.num_layers)]
+        state, times["run_us"] = clock.device_us(
+            lambda layer: run_in_batch_order(kernel, made, shown, q, pools[layer]), self.captured, "run"
+        )
         host = times["alloc_us"] + times["view_us"] + times["plan_us"]
         times["total_us"] = times["append_us"] + times["adapt_us"] + times["run_us"] + host / num_layers
         self.ran, self.notes = made.ran, made.notes
         self.adapt_bytes = gather.num_bytes if gather else 0
         return state, times
+
+
+def same_pages(planned: KVView | None, view: KVView) -> bool:
+    """Whether what was captured for `planned` reads the right pages for `view`."""
+    return planned is not None and all(
+        torch.equal(a.kv_lens, b.kv_lens)
+        and (
+            torch.equal(a.slab_starts, b.slab_starts)
+            if a.slab_starts is not None and b.slab_starts is not None
+            else torch.equal(a.kv_indices, b.kv_indices)
+        )
+        for a, b in zip(planned.levels, view.levels, strict=True)
+    )
 
 
 def run_in_batch_order(
@@ -201,4 +232,4 @@ def run_in_batch_order(
     order = view.order.to(q.device)
     state = kernel.run(plan, q.index_select(0, order), kv)
     back = torch.argsort(order)
-    return AttentionState(*(x.index_select(0, back) for x in state))
+    return AttentionState(*(x.index_select(0, back) if x.numel() else x for x in state))

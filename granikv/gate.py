@@ -46,7 +46,7 @@ class GateResult:
 
 
 def check(state: AttentionState, lse_base: float, truth: Oracle) -> GateResult:
-    """Compares a kernel's state, whose lse is in `lse_base`, with the oracle.
+    """Compares a kernel's state, whose lse is in `lse_base`, with the oracle. An empty lse is not judged.
 
     The budget is twice the error of the oracle's low-precision reference, plus the rounding that any order of float32
     sums may add (64 eps) or a quarter of the KV type's eps, whichever is larger.
@@ -54,9 +54,8 @@ def check(state: AttentionState, lse_base: float, truth: Oracle) -> GateResult:
     natural = state.lse.double() * math.log(lse_base)
     slack = max(64 * torch.finfo(torch.float32).eps, torch.finfo(state.out.dtype).eps / 4)
     budgets = [2 * scaled_error(low, high) + slack for low, high in zip(truth.low_precision, truth.whole, strict=True)]
-    return GateResult(
-        scaled_error(state.out, truth.whole.out), budgets[0], scaled_error(natural, truth.whole.lse), budgets[1]
-    )
+    lse_error = scaled_error(natural, truth.whole.lse) if natural.numel() else 0.0
+    return GateResult(scaled_error(state.out, truth.whole.out), budgets[0], lse_error, budgets[1])
 
 
 def scaled_error(value: Tensor, truth: Tensor) -> float:

@@ -15,7 +15,8 @@ from granikv.view import KVPool, KVView, Trait
 class AttentionState(NamedTuple):
     """out [B, num_qo_heads, head_dim] and lse float32 [B, num_qo_heads], the log of the softmax denominator.
 
-    The base of lse is the kernel's `lse_base`. A row without tokens has out 0 and lse -inf.
+    The base of lse is the kernel's `lse_base`. A row without tokens has out 0 and lse -inf. lse is empty [0] where a
+    library does not give it; such a state cannot be merged, and the gate judges its out alone.
     """
 
     out: Tensor

@@ -23,36 +23,36 @@ NEEDLE_RATIO = 2.0
 
 @dataclass(frozen=True)
 class LogicalKV:
-    """kv[layer][node] are K and V [num_tokens, num_kv_heads, head_dim] of a node; q [B, num_qo_heads, head_dim]."""
+    """kv[node] are K and V [num_tokens, num_kv_heads, head_dim] of a node; q [B, num_qo_heads, head_dim]."""
 
     tree: ContextTree
     spec: AttentionSpec
-    kv: list[list[KVPool]]
+    kv: list[KVPool]
     q: Tensor
 
-    def row(self, row: int, layer: int = 0) -> KVPool:
+    def row(self, row: int) -> KVPool:
         """K and V of one row's whole sequence."""
         path = self.tree.path(self.tree.requests[row])
-        k, v = (torch.cat([self.kv[layer][node][part] for node in path]) for part in (0, 1))
+        k, v = (torch.cat([self.kv[node][part] for node in path]) for part in (0, 1))
         return KVPool(k, v)
 
     def digest(self) -> str:
-        """sha256 over K, V and q of layer 0, 16 hex digits."""
+        """sha256 over K, V and q, 16 hex digits."""
         sha = hashlib.sha256()
-        for tensor in [*(x for pool in self.kv[0] for x in pool), self.q]:
+        for tensor in [*(x for pool in self.kv for x in pool), self.q]:
             sha.update(tensor.float().cpu().contiguous().numpy().data)
         return sha.hexdigest()[:16]
 
 
-def logical_bytes(tree: ContextTree, spec: AttentionSpec, num_layers: int = 1) -> int:
-    """Bytes that materialize() allocates for K and V."""
-    return tree.num_tokens * spec.kv_token_bytes * num_layers
+def logical_bytes(tree: ContextTree, spec: AttentionSpec) -> int:
+    """Bytes that materialize() allocates for K and V: what one layer's attention has to read at least."""
+    return tree.num_tokens * spec.kv_token_bytes
 
 
-def materialize(tree: ContextTree, spec: AttentionSpec, seed: int, num_layers: int = 1) -> LogicalKV:
+def materialize(tree: ContextTree, spec: AttentionSpec, seed: int) -> LogicalKV:
     """Structured K, V and q for `tree`. Equal arguments give equal numbers on one device type."""
     generator = torch.Generator(device=spec.device).manual_seed(seed)
-    kv = [[_node_kv(tree, number, spec, generator) for number in range(len(tree.nodes))] for _ in range(num_layers)]
+    kv = [_node_kv(tree, number, spec, generator) for number in range(len(tree.nodes))]
     logical = LogicalKV(tree, spec, kv, torch.empty(0))
     q = torch.stack([_row_query(logical, row, generator) for row in range(len(tree.requests))])
     return LogicalKV(tree, spec, kv, q.to(spec.dtype))

@@ -93,3 +93,19 @@ def _driver() -> str | None:
         return subprocess.run(query, capture_output=True, text=True, timeout=10).stdout.splitlines()[0].strip()
     except (OSError, IndexError, subprocess.TimeoutExpired):
         return None
+
+
+GPU_FIELDS = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_event_reasons.active")
+
+
+def gpu_state(device: torch.device) -> dict[str, str] | None:
+    """Clocks, power, temperature and throttle reasons as nvidia-smi tells them now; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=10).stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    index = torch.cuda.current_device()
+    return dict(zip(GPU_FIELDS, (x.strip() for x in lines[index].split(",")))) if index < len(lines) else None

@@ -47,6 +47,7 @@ class Record:
     gate: dict[str, Any] | None
     footprint: dict[str, Any] | None
     floor_us: float | None
+    bound_us: float | None
     samples: dict[str, list[float]]
     provenance: dict[str, Any]
     hashes: dict[str, str]

@@ -47,16 +47,18 @@ def attend_low_precision(q: Tensor, kv: KVPool, sm_scale: float) -> AttentionSta
 
 
 def oracle(logical: LogicalKV) -> Oracle:
-    """The oracle of layer 0 for every row of the batch."""
+    """The oracle for every row of the batch."""
     spec, tree = logical.spec, logical.tree
     parts: list[list[AttentionState]] = [[], [], [], []]
+    widened: tuple[int | None, KVPool] | None = None
     for row, request in enumerate(tree.requests):
-        kv, q = logical.row(row), logical.q[row]
+        kv, q, parent = logical.row(row), logical.q[row], tree.nodes[request].parent
         split = kv.k.shape[0] - tree.nodes[request].num_tokens
-        shared, own = (
-            attend(q, KVPool(kv.k[span], kv.v[span]), spec.sm_scale) for span in (slice(split), slice(split, None))
-        )
-        whole = attend(q, kv, spec.sm_scale)
+        if widened is None or widened[0] != parent:  # rows that share a prefix are neighbours: widen it once
+            widened = parent, KVPool(*(x[:split].double() for x in kv))
+        prefix, rest = widened[1], KVPool(*(x[split:].double() for x in kv))
+        shared, own = (attend(q, tokens, spec.sm_scale) for tokens in (prefix, rest))
+        whole = attend(q, KVPool(*(torch.cat(pair) for pair in zip(prefix, rest, strict=True))), spec.sm_scale)
         for states, state in zip(parts, (shared, own, whole, attend_low_precision(q, kv, spec.sm_scale)), strict=True):
             states.append(AttentionState(torch.nan_to_num(state.out), state.lse))
     return Oracle(*(AttentionState(*(torch.stack(column) for column in zip(*states, strict=True))) for states in parts))

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from granikv.view import KVPool, KVView, Trait
 
 HEAD_DIMS = (64, 128, 256)
 INTERPRETED_PROGRAMS = 6
-MERGE_DIMS, MERGE_SLOTS, MERGE_WARPS = 64, 32, 2
-"""What a program of the merge takes: elements of a head's output, and slots at once."""
+MERGE_SLOTS = 16
+"""Slots that a program of the merge reads at once."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ class LaunchShape:
 
 
 SHAPES = {
-    16: LaunchShape(64, 2, 4, 32, 2, 4, 2),
-    64: LaunchShape(64, 2, 4, 32, 2, 4, 2),
-    128: LaunchShape(64, 3, 8, 16, 3, 8, 1),
+    16: LaunchShape(64, 2, 4, 16, 5, 4, 2),
+    64: LaunchShape(64, 2, 4, 16, 5, 4, 2),
+    128: LaunchShape(64, 4, 8, 16, 5, 8, 1),
 }
 """By the folded rows of a shared tile; measured on an H200, see results/h200-op."""
 
@@ -106,6 +107,8 @@ class TileAttention:
             return f"head_dim {spec.head_dim}: {self.name}_triton has 64, 128, 256. Fix: backend=torch"
         if spec.group_size > 64:
             return f"group_size {spec.group_size}: {self.name}_triton folds up to 64. Fix: backend=torch"
+        if find_spec("triton") is None:
+            return "triton is not installed. Fix: pip install 'triton>=3.6', or backend=torch"
         if spec.device.type != "cuda":
             return None if _interpreted() else f"device {spec.device.type}: {self.name}_triton needs a CUDA GPU"
         if spec.dtype not in (torch.float16, torch.bfloat16):
@@ -212,10 +215,12 @@ class TileAttention:
                 num_warps=shape.num_warps, **({"launch_pdl": True} if pdl else {}),
             )  # fmt: skip
         out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        tile_kernels.merge_slots[(plan.batch_size, spec.num_qo_heads, spec.head_dim // MERGE_DIMS)](
+        heads = plan.batch_size * spec.num_qo_heads
+        dims = min(64, spec.head_dim) if heads < 4096 else spec.head_dim
+        tile_kernels.merge_slots[(plan.batch_size, spec.num_qo_heads, spec.head_dim // dims)](
             plan.part_out, plan.part_lse, words[plan.num_slots], out, lse, plan.batch_size,
-            PDL=pdl, HEADS=spec.num_qo_heads, D=spec.head_dim, BLOCK_D=MERGE_DIMS, SLOTS=plan.merge_width,
-            num_warps=MERGE_WARPS, **({"launch_pdl": True} if pdl else {}),
+            PDL=pdl, HEADS=spec.num_qo_heads, D=spec.head_dim, BLOCK_D=dims, SLOTS=plan.merge_width,
+            num_warps=1 if heads < 4096 else 2, **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
         return AttentionState(out, lse)
 

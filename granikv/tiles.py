@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from granikv.view import KVLevel
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.floating[Any]]
 
 FIELDS = ("head", "fold_start", "fold_end", "kv_start", "page_start", "kv_end", "slot")
 """Columns of a tile table.
@@ -28,17 +29,20 @@ kv_end       past the last token, counted as kv_start is.
 slot         where the partial state goes.
 """
 
-SHARED_WEIGHT = {0: 1.0, 16: 1.0, 64: 1.0, 128: 1.0}
+SHARED_WEIGHT = {0: 1.0, 16: 1.5, 64: 1.5, 128: 1.5}
 """Time of a token in a shared tile of so many folded rows over its time in an own tile (compute against memory)."""
 
 TILE_COST = 150.0
 """Time to start and end a tile, in tokens of one KV head."""
 
-OWN_PIECES = 4
+OWN_PIECES = 2
 """Own tiles that would fill a program's fair share: more even out better, and write more partial states."""
 
 MOST_PIECES = 64
 """Pieces of the longest shared entry at most."""
+
+SLOT_COST = 8.0
+"""Time that a further slot takes in the merge, in tokens of one KV head."""
 
 
 @dataclass(frozen=True)
@@ -93,39 +97,73 @@ def tile_table(
     own = _entries(own_level, False, page_base) if own_level is not None else np.empty((0, 5), np.int64)
     blocks = [-(-(e[:, 1] - e[:, 0]) * group_size // max(1, shape.shared_m)) for e in per_level]
     cost = sum(float((weight * n * e[:, 4]).sum()) for e, n in zip(per_level, blocks)) + float(own[:, 4].sum())
-    share = cost * num_kv_heads / num_programs + TILE_COST
-    longest = _longest_piece(per_level, blocks, num_kv_heads, share / weight, shape.shared_n, num_programs)
+    share = cost * num_kv_heads / num_programs
+    folds = (num_kv_heads // shape.own_h, group_size, group_size, shape.own_n)
+    own_slots = np.zeros_like(num_slots)
+    own_tiles = _tiles(own, np.ones(len(own), np.int64), share / shape.own_h / OWN_PIECES, own_slots, *folds)
+    own_cost = shape.own_h * (own_tiles[:, 5] - own_tiles[:, 3]) + TILE_COST
+    longest = _longest_piece(per_level, blocks, num_kv_heads, weight, shape.shared_n, own_cost, num_programs)
     folds = (num_kv_heads, group_size, shape.shared_m, shape.shared_n)
     shared_tiles = [_tiles(e, n, longest, num_slots, *folds) for e, n in zip(per_level, blocks)]
     shared = np.concatenate([np.empty((0, len(FIELDS)), np.int64), *shared_tiles])
-    piece = share / shape.own_h / OWN_PIECES
-    folds = (num_kv_heads // shape.own_h, group_size, group_size, shape.own_n)
-    own_tiles = _tiles(own, np.ones(len(own), np.int64), piece, num_slots, *folds)
-    shared_cost = weight * (shared[:, 5] - shared[:, 3]) + TILE_COST
-    own_cost = shape.own_h * (own_tiles[:, 5] - own_tiles[:, 3]) + TILE_COST
-    share = (shared_cost.sum() + own_cost.sum()) / num_programs
+    own_tiles[:, 6] += num_slots[
+        own_tiles[:, 1] // group_size
+    ]  # after the shared ones, which all rows of an entry have
+    num_slots += own_slots
     shared_starts = np.arange(num_programs + 1) * len(shared) // num_programs
-    taken = np.diff(np.concatenate([[0.0], np.cumsum(shared_cost)])[shared_starts])
-    own_starts = _fill(own_cost, np.maximum(0.0, share - taken))
+    shared_cost = np.concatenate([[0.0], np.cumsum(weight * (shared[:, 5] - shared[:, 3]) + TILE_COST)])
+    own_starts = _fill(own_cost, np.diff(shared_cost[shared_starts]))
     return TileTable(*(x.astype(np.int32) for x in (shared, own_tiles, shared_starts, own_starts, num_slots)))
 
 
 def _longest_piece(
-    per_level: Sequence[Ints], blocks: Sequence[Ints], num_kv_heads: int, share: float, block_n: int, num_programs: int
-) -> float:
-    """Length of shared pieces for which the busiest program has least to do, and of these the one with fewest pieces.
+    per_level: Sequence[Ints],
+    blocks: Sequence[Ints],
+    num_kv_heads: int,
+    weight: float,
+    block_n: int,
+    own_cost: Floats,
+    num_programs: int,
+) -> int:
+    """Length of shared pieces with which the last program, its own tiles included, ends first.
 
-    A piece more than there are programs would make one of them do two.
+    All pieces are taken to be as long as the longest, and all own tiles to cost their mean.
     """
     lens = np.concatenate([np.empty(0, np.int64), *(entries[:, 4] for entries in per_level)])
     if not len(lens):
-        return float(block_n)
-    tiles = np.concatenate(list(blocks)) * num_kv_heads
+        return block_n
     cuts = np.arange(1, MOST_PIECES + 1)
     pieces = np.maximum(block_n, -(-lens.max() // cuts // block_n) * block_n)
-    counts = (-(-lens[:, None] // pieces[None, :]) * tiles[:, None]).sum(0)
-    busiest = np.maximum(-(-counts // num_programs) * (pieces + TILE_COST), share)
-    return float(pieces[np.flatnonzero(busiest <= busiest.min() * 1.01)[0]])
+    counts = (-(-lens[:, None] // pieces) * (np.concatenate(list(blocks)) * num_kv_heads)[:, None]).sum(0)
+    each = weight * pieces + TILE_COST
+    few, rest = np.divmod(counts, num_programs)
+    end = _end_time(np.stack([few * each, (few + 1) * each]), np.stack([num_programs - rest, rest]), own_cost)
+    return int(pieces[np.argmin(end + SLOT_COST * cuts)])
+
+
+def _end_time(taken: Floats, programs: Ints, own_cost: Floats) -> Floats:
+    """Earliest end for which whole own tiles fit: `programs` [k, ...] of k kinds that are busy until `taken`."""
+    latest: Floats = np.where(programs > 0, taken, 0.0).max(0)
+    if not len(own_cost):
+        return latest
+    each, count = float(own_cost.mean()), len(own_cost)
+    low: Floats = np.maximum(latest, ((taken * programs).sum(0) + count * each) / programs.sum(0)) - 1e-6
+    high: Floats = low + each * (count // int(programs.sum(0).min()) + 2)
+    for _ in range(12):
+        middle = (low + high) / 2
+        fits = (np.maximum(0, (middle - taken) // each) * programs).sum(0) >= count
+        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
+    return high
+
+
+def _fill(costs: Floats, taken: Floats) -> Ints:
+    """int64 [programs + 1]: consecutive runs of own tiles for programs that are busy until `taken`."""
+    if not len(costs):
+        return np.zeros(len(taken) + 1, np.int64)
+    end = _end_time(taken[:, None], np.ones((len(taken), 1), np.int64), costs)
+    bounds = np.concatenate([[0.0], np.cumsum(np.maximum(0, (end - taken) // costs.mean()))])
+    middles = (np.cumsum(costs) - costs / 2) * (bounds[-1] / costs.sum())
+    return np.searchsorted(middles, bounds)
 
 
 def _entries(level: KVLevel, dense: bool, page_base: int) -> Ints:
@@ -175,13 +213,3 @@ def _tiles(
     end = np.minimum(begin + piece[entry], (start + length)[entry])
     fold_end = np.minimum(fold + block_m, past[entry] * group_size)
     return np.stack([head, fold, fold_end, begin, page[entry], end, base[entry] + cut], 1)
-
-
-def _fill(costs: NDArray[np.floating[Any]], room: NDArray[np.float64]) -> Ints:
-    """int64 [programs + 1]: consecutive runs of `costs` so that each program's sum is near its part of the room."""
-    bounds = np.concatenate([[0.0], np.cumsum(room)])
-    total = float(costs.sum())
-    if bounds[-1] <= 0:
-        bounds = np.arange(len(room) + 1, dtype=float)
-    middles = (np.cumsum(costs) - costs / 2) / max(total, 1.0) * bounds[-1]
-    return np.searchsorted(middles, bounds)

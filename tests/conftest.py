@@ -1,13 +1,20 @@
 import itertools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton kernels run in its interpreter; it reads this when it is imported
+
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from granikv.cell import FilledLayout
+from granikv.binding import bind
+from granikv.cell import FilledLayout, run_in_batch_order
+from granikv.kernels import AttentionKernel, AttentionState
 from granikv.layouts.base import KVLayout
 from granikv.logical import LogicalKV, materialize
 from granikv.spec import AttentionSpec
@@ -56,9 +63,15 @@ def configured(group: str) -> dict[str, object]:
 
 
 LAYOUTS = list(configured("layout"))
-TORCH_KERNELS = [
-    name for name, node in configured("kernel").items() if "torch" in node and "candidates" not in node["torch"]
-]
+
+
+KERNELS_OF = {
+    backend: [
+        name for name, node in configured("kernel").items() if backend in node and "candidates" not in node[backend]
+    ]
+    for backend in ("torch", "triton", "flashinfer")
+}
+TORCH_KERNELS = KERNELS_OF["torch"]
 
 
 def make_layout(name: str) -> KVLayout:
@@ -70,9 +83,26 @@ def make_kernel(name: str, backend: str = "torch"):
 
 
 def spec_of(
-    num_qo_heads: int = 8, num_kv_heads: int = 2, head_dim: int = 64, dtype: torch.dtype = torch.float32
+    num_qo_heads: int = 8,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> AttentionSpec:
-    return AttentionSpec(num_qo_heads, num_kv_heads, head_dim, dtype)
+    return AttentionSpec(num_qo_heads, num_kv_heads, head_dim, dtype, torch.device(device))
+
+
+def state_of(held: FilledLayout, kernel: AttentionKernel, fallback: str = "charge") -> AttentionState:
+    """What `kernel` computes on a filled layout, through the adapter it needs; skips where it may not run."""
+    view = held.layout.view(held.rows)
+    spec, kv = held.logical.spec, [held.layout.pools[0]] * len(view.levels)
+    binding = bind(kernel, view.traits, fallback)
+    if reason := kernel.supports(spec) or binding.reason:
+        pytest.skip(reason)
+    if binding.adapter:
+        gather = binding.adapter.plan(view, spec)
+        view, kv = gather.view, binding.adapter.run(gather, kv)
+    return run_in_batch_order(kernel, kernel.plan(view, spec), view, held.logical.q, kv)
 
 
 def filled(layout: str, tree: ContextTree, spec: AttentionSpec | None = None, seed: int = 0) -> FilledLayout:

@@ -46,6 +46,7 @@ def row(block="b0", layout="paged_16", kernel="naive", placebo=False, times=(100
         "gate": {"out_error": 0.0, "out_budget": 1.0, "lse_error": 0.0, "lse_budget": 1.0},
         "footprint": {"reserved_bytes": 1, "used_bytes": 1, "copied_tokens": 0, "spilled_pages": 0},
         "floor_us": None,
+        "bound_us": None,
         "samples": samples if status == "ok" else {name: [] for name in samples},
         "provenance": {"git_sha": "abc", "dirty": False, "time": "2026-01-01T00:00:00Z", "environment": {}},
         "hashes": {"config": "c", "batch": "b", "code": "code", "environment": "here"},

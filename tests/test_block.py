@@ -24,6 +24,7 @@ def block_of(
     settings = {
         "trials": 3,
         "warmup": 1,
+        "clock": "cpu",
         "cache": "warm",
         "flush_bytes": 1024,
         "num_layers": 4,

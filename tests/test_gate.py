@@ -120,7 +120,7 @@ def test_gaussian_data_would_hide_a_dropped_suffix():
     """The reason for structured data: on Gaussian K, V and q the same fault moves the output by less than 1e-2."""
     spec, tree = spec_of(8, 2, 128), two_level([(16384, [16] * 2)])
     generator = torch.Generator().manual_seed(0)
-    kv = [[KVPool(*(torch.randn(n.num_tokens, 2, 128, generator=generator) for _ in range(2))) for n in tree.nodes]]
+    kv = [KVPool(*(torch.randn(n.num_tokens, 2, 128, generator=generator) for _ in range(2))) for n in tree.nodes]
     truth = oracle(LogicalKV(tree, spec, kv, torch.randn(2, 8, 128, generator=generator)))
     assert float((truth.shared.out - truth.whole.out).abs().max()) < 1e-2
 

@@ -3,27 +3,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import LAYOUTS, TORCH_KERNELS, TREES, filled, make_kernel, make_layout, spec_of
+from conftest import LAYOUTS, TORCH_KERNELS, TREES, filled, make_kernel, make_layout, spec_of, state_of
 
-from granikv.binding import GatherPrefix, bind
-from granikv.cell import run_in_batch_order
+from granikv.binding import GatherPrefix
 from granikv.gate import check
 from granikv.kernels import AttentionKernel, AttentionState, merge_states
 from granikv.reference import oracle
 from granikv.tree import two_level
 from granikv.view import KVPool
-
-
-def state_of(filled_layout, kernel, fallback="charge"):
-    view = filled_layout.layout.view(filled_layout.rows)
-    spec, kv = filled_layout.logical.spec, [filled_layout.layout.pools[0]] * len(view.levels)
-    binding = bind(kernel, view.traits, fallback)
-    if binding.reason:
-        pytest.skip(binding.reason)
-    if binding.adapter:
-        gather = binding.adapter.plan(view, spec)
-        view, kv = gather.view, binding.adapter.run(gather, kv)
-    return run_in_batch_order(kernel, kernel.plan(view, spec), view, filled_layout.logical.q, kv)
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
@@ -97,7 +84,7 @@ def test_hydragen_reads_a_slab_without_copying_it():
     plan = kernel.plan(held.layout.view(held.rows), held.logical.spec)
     ((first, past, slot, length),) = plan.shared[0].entries
     assert (first, past, length) == (0, 4, 100)
-    assert torch.equal(held.layout.pools[0].k[slot : slot + length, 0], held.logical.kv[0][0].k)
+    assert torch.equal(held.layout.pools[0].k[slot : slot + length, 0], held.logical.kv[0].k)
 
 
 def test_the_gather_adapter_makes_a_paged_prefix_dense():
@@ -106,7 +93,7 @@ def test_the_gather_adapter_makes_a_paged_prefix_dense():
     plan = GatherPrefix().plan(view, held.logical.spec)
     dense = GatherPrefix().run(plan, [held.layout.pools[0]] * 2)
     start = int(plan.view.levels[0].slab_starts[1])
-    assert torch.equal(dense[0].k[start : start + 16, 0], held.logical.kv[0][3].k[:16])
+    assert torch.equal(dense[0].k[start : start + 16, 0], held.logical.kv[3].k[:16])
     assert plan.num_bytes == 2 * (64 + 16) * held.logical.spec.kv_token_bytes
 
 
