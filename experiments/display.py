@@ -1,6 +1,7 @@
 """The live view of a running block: progress, and a table of its cells as they stand."""
 
 import statistics
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,7 +14,8 @@ from granikv.block import Block
 from granikv.block import Progress as ProgressCallback
 from granikv.cell import Cell
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 110)
+"""In a terminal as wide as that; in a file wide enough for every column."""
 
 
 @contextmanager

@@ -117,13 +117,13 @@ class TileAttention:
 
     def plan(self, view: KVView, spec: AttentionSpec) -> TilePlan:
         tables, pages = self._tables(view, spec)
-        arrays: list[NDArray[np.int32]] = []
+        arrays: list[tuple[slice, NDArray[np.int32]]] = []
         launches = []
         at = 0
 
         def section(array: NDArray[np.int32], room: int) -> slice:
             nonlocal at
-            arrays.append(np.pad(array.ravel(), (0, room - array.size)))
+            arrays.append((slice(at, at + array.size), array))
             at += room
             return slice(at - room, at)
 
@@ -150,7 +150,7 @@ class TileAttention:
             },
             spec=spec,
             batch_size=view.batch_size,
-            words=_to_device(np.concatenate(arrays), spec.device),
+            words=_to_device(arrays, at, spec.device),
             launches=launches,
             pages=page_slice,
             num_slots=num_slots,
@@ -295,7 +295,11 @@ def _roomy(size: int) -> int:
     return max(64, -(-size * 3 // 2 // 16) * 16)
 
 
-def _to_device(words: NDArray[np.int32], device: torch.device) -> Tensor:
+def _to_device(arrays: Sequence[tuple[slice, NDArray[np.int32]]], size: int, device: torch.device) -> Tensor:
+    """int32 [size] with each array in its place and 0 elsewhere."""
+    words = np.zeros(size, np.int32)
+    for place, array in arrays:
+        words[place] = array.ravel()
     return torch.from_numpy(words).to(device, non_blocking=True)
 
 

@@ -149,7 +149,7 @@ def _end_time(taken: Floats, programs: Ints, own_cost: Floats) -> Floats:
     each, count = float(own_cost.mean()), len(own_cost)
     low: Floats = np.maximum(latest, ((taken * programs).sum(0) + count * each) / programs.sum(0)) - 1e-6
     high: Floats = low + each * (count // int(programs.sum(0).min()) + 2)
-    for _ in range(12):
+    for _ in range(8):
         middle = (low + high) / 2
         fits = (np.maximum(0, (middle - taken) // each) * programs).sum(0) >= count
         low, high = np.where(fits, low, middle), np.where(fits, middle, high)

@@ -10,6 +10,7 @@ from enum import Flag, auto
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -177,23 +178,26 @@ class KVView:
         """
         if len(self.levels) == 1:
             return self.levels[0]
-        per_level = []
-        for level in self.levels:
-            begin, pages = level.kv_indptr[:-1].long(), level.kv_indptr.diff().long()
-            per_level.append(
-                (torch.repeat_interleave(begin, level.num_rows), torch.repeat_interleave(pages, level.num_rows))
-            )
-        offsets = indptr_of([level.kv_indices.numel() for level in self.levels])[:-1].tolist()
-        starts = torch.stack([begin + offset for (begin, _), offset in zip(per_level, offsets, strict=True)], 1)
-        counts = torch.stack([pages for _, pages in per_level], 1)
-        every_page = torch.cat([level.kv_indices for level in self.levels])
-        kv_indices = every_page[ragged_arange(starts.flatten(), counts.flatten())]
+        pages = [level.kv_indices.numpy() for level in self.levels]
+        ends = [level.kv_indptr.tolist() for level in self.levels]
+        entry_of = [
+            torch.repeat_interleave(torch.arange(level.num_entries), level.num_rows).tolist() for level in self.levels
+        ]
+        runs, counts = [], []
+        for row in range(self.batch_size):
+            count = 0
+            for level_pages, level_ends, entries in zip(pages, ends, entry_of, strict=True):
+                begin, end = level_ends[entries[row]], level_ends[entries[row] + 1]
+                runs.append(level_pages[begin:end])
+                count += end - begin
+            counts.append(count)
+        kv_indices = torch.from_numpy(np.concatenate([np.empty(0, np.int32), *runs]))
         last_page_len = torch.zeros(self.batch_size, dtype=torch.int32)
         for level in self.levels:
             rows = torch.repeat_interleave(level.last_page_len, level.num_rows)
             last_page_len = torch.where(rows > 0, rows, last_page_len)
         one_row_each = torch.arange(self.batch_size + 1, dtype=torch.int32)
-        return KVLevel(self.levels[0].page_size, one_row_each, indptr_of(counts.sum(1)), last_page_len, kv_indices)
+        return KVLevel(self.levels[0].page_size, one_row_each, indptr_of(counts), last_page_len, kv_indices)
 
     def check(self) -> None:
         """Raises ValueError unless every level is well formed and the levels fit together."""
