@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pandas as pd
 
 from analysis.stats import paired_ratio
 
-PARTS = ("append_us", "alloc_us", "view_us", "plan_us", "adapt_us", "run_us", "total_us")
+PARTS = ("append_us", "alloc_us", "view_us", "plan_us", "adapt_us", "run_us", "op_us", "total_us")
+"""op_us is adapt_us + run_us: the operator, with the gather it needs. total_us adds append and a layer's part of the
+host work of a step."""
 PER_BLOCK = ("time", "kv_hash", "gate_margins", "gpu_before", "gpu_after")
 """What provenance says of one block alone."""
 
@@ -28,12 +31,14 @@ class Run:
     samples: pd.DataFrame
     provenance: list[dict[str, Any]]
 
-    def samples_of(self, cell: pd.Series, column: str = "total_us") -> list[float]:
+    def samples_of(self, cell: pd.Series, column: str = "op_us") -> list[float]:
         """One column of a cell's samples, in trial order."""
-        mine = self.samples.block == cell.block
-        for key in CELL:
-            mine &= self.samples[key] == cell[key]
-        return [float(value) for value in self.samples[mine].sort_values("trial")[column]]
+        return [float(value) for value in self._by_cell[cell.block, *(cell[key] for key in CELL)][column]]
+
+    @cached_property
+    def _by_cell(self) -> dict[Any, pd.DataFrame]:
+        ordered = self.samples.sort_values("trial")
+        return dict(list(ordered.groupby(["block", *CELL], sort=False)))
 
 
 def load_records(path: Path | str, blocks: Collection[str] | None = None) -> Run:
@@ -131,7 +136,8 @@ def _cell(row: dict[str, Any]) -> dict[str, Any]:
     """One flat row of cells.parquet."""
     plan, legality, measure, gate = row["plan"], row["legality"], row["measure"], row["gate"] or {}
     notes, footprint = plan.get("notes") or {}, row["footprint"] or {}
-    medians = {part: float(pd.Series(row["samples"].get(part, []), dtype=float).median()) for part in PARTS}
+    samples = pd.DataFrame(_samples(row), columns=list(PARTS), dtype=float)
+    medians = {part: float(samples[part].median()) for part in PARTS}
     return {
         **{key: row[key] for key in ("level", "run", "block", "status", "reason", "floor_us", "bound_us")},
         **row["cell"],
@@ -166,24 +172,23 @@ def _megahertz(state: dict[str, str] | None) -> float:
 def _samples(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
     columns = row["samples"]
     for trial in range(len(columns["total_us"])):
-        yield {"block": row["block"], **row["cell"], "trial": trial, **{key: columns[key][trial] for key in columns}}
+        taken = {key: columns[key][trial] for key in columns}
+        op_us = taken["adapt_us"] + taken["run_us"]
+        yield {"block": row["block"], **row["cell"], "trial": trial, **taken, "op_us": op_us}
 
 
 def _with_ratios(run: Run) -> pd.DataFrame:
-    """cells with ratio (whole step) and run_ratio (operator and adapter alone) against each block's baseline."""
+    """cells with ratio (operator time) and total_ratio (with append and host work) against each block's baseline."""
     cells = run.cells.copy()
-    for name in ("ratio", "run_ratio"):
+    for name in ("ratio", "total_ratio"):
         cells[[name, f"{name}_lo", f"{name}_hi"]] = math.nan
     for _, block in cells.groupby("block", sort=False):
         base = block[block.is_baseline & (block.status == "ok")]
         if base.empty:
             continue
         for index, cell in block[block.status == "ok"].iterrows():
-            for name, columns in (("ratio", ["total_us"]), ("run_ratio", ["run_us", "adapt_us"])):
-                one, other = (
-                    [sum(parts) for parts in zip(*(run.samples_of(c, column) for column in columns), strict=True)]
-                    for c in (base.iloc[0], cell)
-                )
+            for name, column in (("ratio", "op_us"), ("total_ratio", "total_us")):
+                one, other = (run.samples_of(c, column) for c in (base.iloc[0], cell))
                 cells.loc[index, [name, f"{name}_lo", f"{name}_hi"]] = list(paired_ratio(one, other, int(cell.seed)))
     return cells
 

@@ -18,21 +18,25 @@ from analysis.stats import Estimate
 
 
 def ratio_tables(run: Run) -> Group:
-    """One table a block: every cell's status, median time, speed-up over the baseline, and what the selector chose."""
+    """One table a block: every cell's status and choice, operator time, its speed-up, and that of the step."""
     backends, tables = run.cells.backend.nunique(), []
     for _, cells in run.cells.groupby("block", sort=False):
         table = _table(f"Speed-up over the baseline: {point(cells.iloc[0])}")
-        for name in ("cell", "status", "ms", "speed-up, 95%", "chosen"):
-            table.add_column(name, justify="right" if name == "ms" else "left", no_wrap=True)
+        for name in ("cell", "status", "us", "speed-up, 95%", "step"):
+            table.add_column(name, justify="right" if name in ("us", "step") else "left", no_wrap=name != "cell")
         for _, cell in cells.iterrows():
             ok = cell.status == "ok"
             name = f"{cell.layout} x {cell.kernel}" + (f" ({cell.backend})" if backends > 1 else "")
             table.add_row(
                 f"{name}, A/A" if cell.placebo else name,
-                "ok, charged" if ok and cell.adapter else str(cell.status),
-                f"{cell.total_us / 1e3:.3f}" if ok else "",
+                ", ".join(
+                    str(part)
+                    for part in (cell.status, "charged" if cell.adapter and ok else "", cell.chosen if ok else "")
+                    if part
+                ),
+                f"{cell.op_us:.1f}" if ok else "",
                 str(Estimate(cell.ratio, cell.ratio_lo, cell.ratio_hi)) if ok and not pd.isna(cell.ratio) else "",
-                cell.chosen,
+                f"{cell.total_ratio:.2f}" if ok and not pd.isna(cell.total_ratio) else "",
             )
         tables.append(table)
     return Group(*tables)
@@ -59,7 +63,7 @@ def attribution_tables(run: Run) -> Group:
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1))
+    return Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, padding=0)
 
 
 def point(cell: pd.Series) -> str:
@@ -85,7 +89,7 @@ def main() -> int:
         "--export", type=Path, help="also write cells.parquet, samples.parquet and provenance.json here"
     )
     options = parser.parse_args()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 110)
     try:
         run = load_records(options.run)
         console.print(ratio_tables(run))

@@ -68,8 +68,9 @@ def in_order(values: pd.Series, known: dict[str, str]) -> list[str]:
 
 
 def column_label(kernel: str, backend: str, backends: Sequence[str]) -> str:
-    """kernel, or kernel and backend where there are several."""
-    return kernel if len(backends) == 1 else f"{kernel}\n{backend}"
+    """kernel, its long name broken, and the backend where there are several."""
+    name = kernel if len(kernel) < 14 else kernel.replace("_", "_\n", 1)
+    return name if len(backends) == 1 else f"{name}\n{backend}"
 
 
 def conditions(cells: pd.DataFrame) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -33,7 +34,10 @@ def code_hash() -> str:
 
 @cache
 def git_state() -> dict[str, Any]:
-    """sha and whether the working tree differs from it; None where there is no git checkout."""
+    """sha and whether the working tree differs from it; None where there is no git checkout.
+
+    A copy without history may be told its commit in GRANIKV_GIT_SHA.
+    """
 
     def git(*words: str) -> str | None:
         try:
@@ -42,8 +46,10 @@ def git_state() -> dict[str, Any]:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    status = git("status", "--porcelain")
-    return {"git_sha": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
+    sha, status = git("rev-parse", "HEAD"), git("status", "--porcelain")
+    if sha is None:
+        return {"git_sha": os.environ.get("GRANIKV_GIT_SHA"), "dirty": None}
+    return {"git_sha": sha, "dirty": None if status is None else bool(status)}
 
 
 def versions() -> dict[str, str]:

@@ -16,7 +16,8 @@ class Oracle:
     """What every cell must compute, split at each row's first own token; lse natural, all float64.
 
     shared, own    states over the shared and the row's own tokens; their merge is `whole`.
-    low_precision  out and lse of an independent float32 reference; probabilities and outputs have the KV's type.
+    low_precision  out and lse of an independent float32 reference; probabilities, the outputs of both parts and their
+                   merge have the KV's type.
     """
 
     shared: AttentionState
@@ -39,11 +40,18 @@ def attend_low_precision(q: Tensor, kv: KVPool, sm_scale: float) -> AttentionSta
     keys, values = (x.float() for x in kv)
     grouped = q.float().view(keys.shape[1], -1, q.shape[-1])
     scores = torch.matmul(grouped, keys.permute(1, 2, 0)) * sm_scale
-    peak = scores.amax(-1, keepdim=True)
+    peak = scores.amax(-1, keepdim=True) if keys.shape[0] else scores.new_full((*scores.shape[:2], 1), -math.inf)
     weights = torch.exp(scores - peak)
     total = weights.sum(-1, keepdim=True)
     out = torch.matmul(weights.to(q.dtype).float(), values.transpose(0, 1)) / total
-    return AttentionState(out.reshape(q.shape).to(q.dtype).double(), (peak + total.log()).flatten().double())
+    rounded = torch.nan_to_num(out.reshape(q.shape)).to(q.dtype)
+    return AttentionState(rounded.double(), (peak + total.log()).flatten().double())
+
+
+def merge_low_precision(q: Tensor, prefix: KVPool, rest: KVPool, sm_scale: float) -> AttentionState:
+    """attend_low_precision of both parts, merged and rounded again, as level by level computation does."""
+    merged = merge_states([attend_low_precision(q, kv, sm_scale) for kv in (prefix, rest)])
+    return AttentionState(merged.out.to(q.dtype).double(), merged.lse)
 
 
 def oracle(logical: LogicalKV) -> Oracle:
@@ -59,7 +67,9 @@ def oracle(logical: LogicalKV) -> Oracle:
         prefix, rest = widened[1], KVPool(*(x[split:].double() for x in kv))
         shared, own = (attend(q, tokens, spec.sm_scale) for tokens in (prefix, rest))
         whole = attend(q, KVPool(*(torch.cat(pair) for pair in zip(prefix, rest, strict=True))), spec.sm_scale)
-        for states, state in zip(parts, (shared, own, whole, attend_low_precision(q, kv, spec.sm_scale)), strict=True):
+        parts_of_row = KVPool(*(x[:split] for x in kv)), KVPool(*(x[split:] for x in kv))
+        low = merge_low_precision(q, *parts_of_row, spec.sm_scale)
+        for states, state in zip(parts, (shared, own, whole, low), strict=True):
             states.append(AttentionState(torch.nan_to_num(state.out), state.lse))
     return Oracle(*(AttentionState(*(torch.stack(column) for column in zip(*states, strict=True))) for states in parts))
 

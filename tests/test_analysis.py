@@ -259,7 +259,7 @@ def test_a_slow_down_is_shown_below_1(tmp_path):
     slower = grid()
     for one in slower:
         if one["cell"]["kernel"] == "cascade":
-            one["samples"]["total_us"] = [5000.0 + i for i in range(40)]
+            one["samples"]["run_us"] = [5000.0 + i for i in range(40)]
     run = load_records(written(tmp_path, slower))
     assert re.search(r"paged_16 x cascade +ok +[0-9.]+ +0\.2", shown(ratio_tables(run)))
     write_figures(run, tmp_path / "figures")
@@ -319,7 +319,7 @@ def test_the_crossover_shows_both_sides_of_1(tmp_path):
     blocks = several_points()
     for one in blocks[0]:
         if one["cell"]["kernel"] in ("cascade", "hydragen"):
-            one["samples"]["total_us"] = [2000.0 + i for i in range(40)]
+            one["samples"]["run_us"] = [2000.0 + i for i in range(40)]
     write_figures(load_records(written(tmp_path, *blocks)), tmp_path / "figures")
     ratios = pd.read_csv(tmp_path / "figures" / "crossover.csv").ratio
     assert ratios.min() == pytest.approx(0.57, abs=0.15)

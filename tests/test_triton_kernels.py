@@ -7,6 +7,7 @@ from conftest import KERNELS_OF, LAYOUTS, TREES, filled, make_kernel, spec_of, s
 from granikv.gate import check
 from granikv.reference import oracle
 from granikv.tree import two_level
+from granikv.view import KVPool
 
 pytest.importorskip("triton")
 KERNELS = KERNELS_OF["triton"]
@@ -100,8 +101,7 @@ def test_a_captured_graph_follows_growing_lengths(kernel):
     made = make_kernel(kernel, "triton")
     views = [one.layout.view(one.rows) for one in held]
     plan = made.plan(views[0], held[0].logical.spec)
-    largest = held[-1].layout
-    pool, q = largest.pools[0], held[0].logical.q.clone()
+    pool, q = KVPool(*(x.clone() for x in held[-1].layout.pools[0])), held[0].logical.q.clone()
     made.run(plan, q, [pool, pool])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -124,7 +124,6 @@ def test_the_last_slots_of_a_pool_of_more_than_2_to_the_31_elements_are_read(ker
     from granikv.layouts.base import Capacity
     from granikv.layouts.slab_token import SlabTokenLayout
     from granikv.logical import materialize
-    from granikv.view import KVPool
 
     spec, tree = spec_of(32, 8, 128, torch.bfloat16, "cuda"), two_level([(3000, [40] * 8)])
     logical = materialize(tree, spec, 0)

@@ -64,7 +64,7 @@ def _winners(run: Run) -> pd.DataFrame:
         naive, others = group[group.kernel == "naive"], group[(group.kernel != "naive") & (group.chosen == "")]
         if naive.empty or others.empty:
             continue
-        best = others.sort_values("total_us").iloc[0]
+        best = others.sort_values("op_us").iloc[0]
         estimate = paired_ratio(run.samples_of(naive.iloc[0]), run.samples_of(best), int(best.seed))
         rows.append(
             {

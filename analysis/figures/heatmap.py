@@ -26,9 +26,15 @@ def draw(run: Run, directory: Path) -> list[Path]:
     """heatmap: one panel a block; hatched cells pay for a gather in every step."""
     cells = run.cells[~run.cells.placebo]
     layouts, backends = in_order(cells.layout, LAYOUT_MARKERS), list(dict.fromkeys(cells.backend))
-    columns = [(kernel, backend) for kernel in in_order(cells.kernel, KERNEL_COLOURS) for backend in backends]
+    run_of = set(zip(cells.kernel, cells.backend, strict=True))
+    columns = [
+        (kernel, backend)
+        for kernel in in_order(cells.kernel, KERNEL_COLOURS)
+        for backend in backends
+        if (kernel, backend) in run_of
+    ]
     blocks = cells.sort_values(["model", "batch_size", "prefix_len"]).block.drop_duplicates()
-    across = min(2 if len(blocks) <= 4 or len(columns) > 8 else 4, len(blocks))
+    across = min(1 if len(columns) > 8 else 2 if len(blocks) <= 4 else 4, len(blocks))
     down = -(-len(blocks) // across)
     size = (0.5 + across * (0.9 + 0.78 * len(columns)), 1.0 + down * (1.0 + 0.52 * len(layouts)))
     figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
@@ -71,5 +77,9 @@ def draw(run: Run, directory: Path) -> list[Path]:
     bar.set_label("speed-up over the baseline (log)", fontsize=7)
     plain_log_axis(bar.ax.yaxis)
     bar.ax.tick_params(labelsize=6)
-    title(figure, "Speed-up of every cell, 95% interval below; hatched: a gather is charged in every step", cells)
+    title(
+        figure,
+        "Speed-up of every cell's operator, 95% interval below; hatched: a gather is charged",
+        cells,
+    )
     return save(figure, cells, directory, "heatmap")

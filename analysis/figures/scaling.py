@@ -1,10 +1,11 @@
-"""Time of a step's attention against prefix length, one line a cell, and the speed-up over the baseline."""
+"""Operator time against prefix length, one line a cell, beside the roofline floor."""
 
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from matplotlib.ticker import FuncFormatter
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 from analysis.load import Run
 from analysis.stats import median_interval
@@ -22,60 +23,63 @@ from analysis.style import (
 
 
 def draw(run: Run, directory: Path) -> list[Path]:
-    """scaling: a column a batch size; times above, ratios below; not-ok points are crosses on the axis."""
-    cells = run.cells[~run.cells.placebo & (run.cells.workload == "uniform")]
+    """scaling: a column a batch size, a row a layout; not-ok points are named at the bottom."""
+    cells = run.cells[~run.cells.placebo & (run.cells.workload == "uniform") & (run.cells.num_prefixes == 1)]
     if cells[cells.status == "ok"].empty:
         return []
     data = _with_intervals(run, cells)
-    kernels, layouts = in_order(cells.kernel, KERNEL_COLOURS), in_order(cells.layout, LAYOUT_MARKERS)
-    backends, batches = list(dict.fromkeys(cells.backend)), sorted(cells.batch_size.unique())
-    size = (1.8 + 3.6 * len(batches), 6.4)
+    layouts, batches = in_order(cells.layout, LAYOUT_MARKERS), sorted(cells.batch_size.unique())
+    size = (2.2 + 2.5 * len(batches), 1.2 + 2.1 * len(layouts))
     figure, axes = plt.subplots(
-        2, len(batches), figsize=size, squeeze=False, sharex="col", sharey="row", layout="constrained"
+        len(layouts), len(batches), figsize=size, squeeze=False, sharex=True, sharey=True, layout="constrained"
     )
+    for row, layout in enumerate(layouts):
+        for column, batch in enumerate(batches):
+            _panel(axes[row, column], data[(data.batch_size == batch) & (data.layout == layout)], cells)
+        axes[row, 0].set_ylabel(f"{layout}\noperator time (us)", fontsize=8)
     for column, batch in enumerate(batches):
-        times, ratios = axes[:, column]
-        for (layout, kernel, backend), line in data[data.batch_size == batch].groupby(
-            ["layout", "kernel", "backend"], sort=False
-        ):
-            line = line.sort_values("prefix_len")
-            ok = line[line.status == "ok"]
-            look = {
-                "color": kernel_colour(kernel, kernels),
-                "marker": layout_marker(layout, layouts),
-                "linestyle": BACKEND_LINES[backends.index(backend) % len(BACKEND_LINES)],
-                "markersize": 4.5,
-                "linewidth": 1.2,
-                "markerfacecolor": "white" if (line.adapter != "").any() else None,
-                "label": f"{kernel}, {layout}" + (f", {backend}" if len(backends) > 1 else ""),
-            }
-            for axis, value, scale in ((times, "total", 1e-3), (ratios, "ratio", 1.0)):
-                middle = ok[f"{value}_us" if value == "total" else value] * scale
-                errors = [middle - ok[f"{value}_lo"] * scale, ok[f"{value}_hi"] * scale - middle]
-                axis.errorbar(ok.prefix_len, middle, yerr=errors, capsize=2, elinewidth=0.8, **look)
-            for _, cell in line[line.status != "ok"].iterrows():
-                times.text(
-                    cell.prefix_len, 0.02, cell.status, rotation=90, fontsize=6, transform=times.get_xaxis_transform()
-                )
-        floor = data[(data.batch_size == batch) & data.floor_us.notna()].groupby("prefix_len").floor_us.min()
-        if len(floor):
-            times.plot(
-                floor.index, floor * 1e-3, color="black", linestyle="-", linewidth=2, alpha=0.5, label="roofline floor"
-            )
-        ratios.axhline(1.0, color="black", linewidth=0.8)
-        times.set_title(f"{batch} requests", fontsize=9)
-        ratios.set_xlabel("shared prefix (tokens)")
-        for axis in (times, ratios):
-            axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
-            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0f}"))
-            plain_log_axis(axis.yaxis)
-    axes[0, 0].set_ylabel("time of one layer's attention\nin a decode step (ms)")
-    axes[1, 0].set_ylabel("speed-up over the baseline")
-    handles, labels = axes[0, -1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", fontsize=7)
-    title(figure, "Medians with 95% intervals; open markers: a gather is charged", cells)
+        axes[0, column].set_title(f"{batch} requests", fontsize=9)
+        axes[-1, column].set_xlabel("shared prefix (tokens)", fontsize=8)
+    found = {}
+    for axis in axes.flat:
+        found.update(dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True)))
+    figure.legend(found.values(), found.keys(), loc="outside right center", fontsize=7)
+    title(figure, "One layer's attention in a decode step; open markers: a gather is charged", cells)
     return save(figure, data, directory, "scaling")
+
+
+def _panel(axis: Axes, data: pd.DataFrame, cells: pd.DataFrame) -> None:
+    kernels, backends = in_order(cells.kernel, KERNEL_COLOURS), list(dict.fromkeys(cells.backend))
+    layouts = in_order(cells.layout, LAYOUT_MARKERS)
+    for (layout, kernel, backend), line in data.groupby(["layout", "kernel", "backend"], sort=False):
+        ok = line[line.status == "ok"].sort_values("prefix_len")
+        charged = bool((line.adapter != "").any())
+        axis.errorbar(
+            ok.prefix_len,
+            ok.op_us,
+            yerr=[ok.op_us - ok.op_lo, ok.op_hi - ok.op_us],
+            color=kernel_colour(str(kernel), kernels),
+            marker=layout_marker(str(layout), layouts),
+            markerfacecolor="white" if charged else None,
+            linestyle=BACKEND_LINES[backends.index(backend) % len(BACKEND_LINES)],
+            markersize=3.5,
+            linewidth=1.1,
+            capsize=1.5,
+            elinewidth=0.7,
+            label=str(kernel) + (f", {backend}" if len(backends) > 1 else ""),
+        )
+        for _, cell in line[line.status != "ok"].iterrows():
+            axis.text(cell.prefix_len, 0.02, cell.status, rotation=90, fontsize=5, transform=axis.get_xaxis_transform())
+    floor = data[data.floor_us.notna()].groupby("prefix_len").floor_us.min()
+    if len(floor):
+        axis.plot(floor.index, floor, color="black", linewidth=2, alpha=0.4, label="roofline floor")
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(sorted(cells.prefix_len.unique()))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1024:g}K"))
+    axis.tick_params(labelsize=6.5)
+    plain_log_axis(axis.yaxis)
 
 
 def _with_intervals(run: Run, cells: pd.DataFrame) -> pd.DataFrame:
@@ -84,5 +88,5 @@ def _with_intervals(run: Run, cells: pd.DataFrame) -> pd.DataFrame:
         lo = hi = float("nan")
         if cell.status == "ok":
             _, lo, hi = median_interval(run.samples_of(cell), int(cell.seed))
-        rows.append({**cell, "total_lo": lo, "total_hi": hi})
+        rows.append({**cell, "op_lo": lo, "op_hi": hi})
     return pd.DataFrame(rows)
