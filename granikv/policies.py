@@ -1,7 +1,8 @@
 """Policies for the selector: pure functions from a BatchShape and the legal candidates to a choice."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from granikv.selector import BatchShape, Choice, NoLegalChoice
 
@@ -139,3 +140,57 @@ class CostModelPolicy:
     def _level_us(self, num_bytes: float, token_reads: float, shape: BatchShape) -> float:
         flops = 4 * shape.num_qo_heads * shape.head_dim * token_reads
         return self.level_us + max(num_bytes / (self.bandwidth_gbs * 1e3), flops / (self.peak_tflops * 1e6))
+
+
+class CostTerms(NamedTuple):
+    """What a layer's time is taken to be linear in: 1, gigabytes of distinct K and V, gigaflops, millions of outputs.
+
+    Reading a shared token once a row costs time like arithmetic does, so naive needs no terms of its own.
+    """
+
+    launches: float
+    gigabytes: float
+    gigaflops: float
+    megastates: float
+
+    @classmethod
+    def of(cls, shape: BatchShape) -> "CostTerms":
+        """The terms of one step's batch."""
+        own, reads = sum(shape.own_lens), sum(rows * length for rows, length in shape.groups)
+        tokens = own + sum(length for _, length in shape.groups)
+        token_bytes = 2 * shape.num_kv_heads * shape.head_dim * shape.element_bytes
+        width = shape.num_qo_heads * shape.head_dim
+        return cls(1.0, tokens * token_bytes / 1e9, 4 * width * (own + reads) / 1e9, shape.batch_size * width / 1e6)
+
+
+@dataclass(frozen=True)
+class CandidateCost:
+    """One candidate's rates for CostTerms."""
+
+    launch_us: float
+    us_per_gb: float
+    us_per_gflop: float
+    us_per_mstate: float
+
+    def us(self, terms: CostTerms) -> float:
+        """Predicted time of one layer."""
+        rates = (self.launch_us, self.us_per_gb, self.us_per_gflop, self.us_per_mstate)
+        return sum(rate * term for rate, term in zip(rates, terms, strict=True))
+
+
+@dataclass(frozen=True)
+class FittedPolicy:
+    """The candidate whose fitted cost is least; experiments/calibrate.py fits `costs` to measurements."""
+
+    costs: Mapping[str, CandidateCost]
+
+    def choose(self, shape: BatchShape, legal: Sequence[str]) -> Choice:
+        terms = CostTerms.of(shape)
+        predicted = {name: self.costs[name].us(terms) for name in legal if name in self.costs}
+        if not predicted:
+            raise NoLegalChoice(f"no costs were fitted for {', '.join(legal) or 'no candidates'}")
+        best = min(predicted, key=lambda name: predicted[name])
+        return Choice(best, "predicted us: " + ", ".join(f"{name} {cost:.1f}" for name, cost in predicted.items()))
+
+    def needs(self) -> tuple[str, ...]:
+        return ()

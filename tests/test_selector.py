@@ -8,7 +8,15 @@ from hydra.utils import instantiate
 
 import experiments.preflight  # noqa: F401  registers the resolvers of conf/
 from granikv.gate import check
-from granikv.policies import CostModelPolicy, FixedPolicy, ThresholdPolicy, VllmPolicy
+from granikv.policies import (
+    CandidateCost,
+    CostModelPolicy,
+    CostTerms,
+    FittedPolicy,
+    FixedPolicy,
+    ThresholdPolicy,
+    VllmPolicy,
+)
 from granikv.reference import oracle
 from granikv.selector import BatchShape, NoLegalChoice, Selector
 
@@ -137,3 +145,31 @@ def test_candidates_with_different_lse_bases_are_refused():
     with pytest.raises(ValueError, match="same lse_base"):
         Selector("granikv", THRESHOLD, {"naive": make_kernel("naive"), "cascade": odd})
     assert make_kernel("naive").lse_base == math.e
+
+
+def fitted(**launches):
+    return FittedPolicy({name: CandidateCost(launch, 0.0, 0.0, 0.0) for name, launch in launches.items()})
+
+
+def test_the_fitted_policy_takes_the_least_of_the_legal_costs():
+    shape = BatchShape(((4, 1000),), (10,) * 4, 8, 2, 64, 2)
+    policy = fitted(naive=30.0, cascade=20.0, fused=10.0)
+    assert policy.choose(shape, ["naive", "cascade", "fused"]).name == "fused"
+    assert policy.choose(shape, ["naive", "cascade"]).name == "cascade"
+    with pytest.raises(NoLegalChoice, match="no costs were fitted for hydragen"):
+        policy.choose(shape, ["hydragen"])
+
+
+@pytest.mark.parametrize("rate", ["us_per_gb", "us_per_gflop", "us_per_mstate"])
+def test_every_fitted_rate_is_live(rate):
+    zero = {"launch_us": 0.0, "us_per_gb": 0.0, "us_per_gflop": 0.0, "us_per_mstate": 0.0}
+    policy = FittedPolicy(
+        {"naive": CandidateCost(**{**zero, "launch_us": 1.0}), "fused": CandidateCost(**{**zero, rate: 1e9})}
+    )
+    assert policy.choose(BatchShape(((4, 1000),), (10,) * 4, 8, 2, 64, 2), ["naive", "fused"]).name == "naive"
+
+
+def test_cost_terms_by_hand():
+    """2 rows share 100 tokens and own 10 and 20; 4 query heads on 1 KV head of 8, 2 bytes: 32 bytes a token."""
+    terms = CostTerms.of(BatchShape(((2, 100),), (10, 20), 4, 1, 8, 2))
+    assert terms == pytest.approx((1.0, 130 * 32 / 1e9, 4 * 32 * 230 / 1e9, 64 / 1e6))
