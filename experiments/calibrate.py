@@ -54,10 +54,7 @@ def policy(run_folder: Path, backend: str, name: str) -> int:
     """Fits costs on half of a run's points, writes conf/policy/NAME.yaml, and prints the regret on the other half."""
     cells = candidates(load_records(run_folder), backend, KERNELS)
     if cells.empty:
-        print(
-            f"error: {run_folder} has no native cells of backend {backend}. Fix: name one that it has", file=sys.stderr
-        )
-        return 2
+        raise ValueError(f"{run_folder} has no native cells of backend {backend}. Fix: name one that it has")
     shapes = {row.block: _shape(row) for _, row in cells.iterrows()}
     apart = held_out(cells)
     training, rest = cells[~apart], cells[apart]
@@ -73,10 +70,10 @@ def policy(run_folder: Path, backend: str, name: str) -> int:
     _show(regret(rest, chosen, decision_us), decision_us)
     costs = {kernel: {"_target_": "granikv.policies.CandidateCost", **rate} for kernel, rate in rates.items()}
     target = CONF / "policy" / f"{name}.yaml"
-    head = f"# Fitted by experiments/calibrate.py to half of {run_folder.name}: backend {backend}, {cells.device_name.iloc[0]}.\n"
-    target.write_text(
-        head + yaml.safe_dump({"_target_": "granikv.policies.FittedPolicy", "costs": costs}, sort_keys=False)
-    )
+    where = f"{run_folder.name}, backend {backend}, {cells.device_name.iloc[0]}"
+    document = {"_target_": "granikv.policies.FittedPolicy", "costs": costs}
+    head = f"# Fitted by experiments/calibrate.py to half of {where}.\n"
+    target.write_text(head + yaml.safe_dump(document, sort_keys=False))
     console.print(f"wrote {target}")
     return 0
 
