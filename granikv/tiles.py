@@ -5,6 +5,8 @@ head); an own tile is a run of one row's own keys for a block of KV heads. Long 
 partial state to a slot of its rows, and a merge adds the slots up.
 """
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +40,8 @@ TILE_COST = 150.0
 OWN_PIECES = 2
 """Own tiles that would fill a program's fair share: more even out better, and write more partial states."""
 
-MOST_PIECES = 64
-"""Pieces of the longest shared entry at most."""
+MOST_PIECES, TRIED_PIECES = 64, 12
+"""Pieces of the longest shared entry at most, and about how many numbers of pieces are weighed."""
 
 SLOT_COST = 8.0
 """Time that a further slot takes in the merge, in tokens of one KV head."""
@@ -129,30 +131,38 @@ def _longest_piece(
 
     All pieces are taken to be as long as the longest, and all own tiles to cost their mean.
     """
-    lens = np.concatenate([np.empty(0, np.int64), *(entries[:, 4] for entries in per_level)])
-    if not len(lens):
+    lens = [int(n) for entries in per_level for n in entries[:, 4]]
+    if not lens:
         return block_n
-    cuts = np.arange(1, MOST_PIECES + 1)
-    pieces = np.maximum(block_n, -(-lens.max() // cuts // block_n) * block_n)
-    counts = (-(-lens[:, None] // pieces) * (np.concatenate(list(blocks)) * num_kv_heads)[:, None]).sum(0)
-    each = weight * pieces + TILE_COST
-    few, rest = np.divmod(counts, num_programs)
-    end = _end_time(np.stack([few * each, (few + 1) * each]), np.stack([num_programs - rest, rest]), own_cost)
-    return int(pieces[np.argmin(end + SLOT_COST * cuts)])
+    tiles = [int(n) * num_kv_heads for level in blocks for n in level]
+    longest, own_total = max(lens), float(own_cost.sum())
+    mean = (weight * sum(n * t for n, t in zip(lens, tiles)) + own_total) / num_programs
+    fewest, most = (max(1, min(MOST_PIECES, math.ceil(weight * longest / (part * mean)))) for part in (1.2, 0.3))
+    each_own = own_total / len(own_cost) if len(own_cost) else 0.0
+    best, best_end = block_n, math.inf
+    for cuts in range(fewest, most + 1, max(1, (most - fewest) // TRIED_PIECES)):
+        piece = max(block_n, -(-longest // cuts // block_n) * block_n)
+        count = sum(-(-n // piece) * t for n, t in zip(lens, tiles))
+        few, more = divmod(count, num_programs)
+        each = weight * piece + TILE_COST
+        end = _end_time([(few * each, num_programs - more), ((few + 1) * each, more)], len(own_cost), each_own)
+        if end + SLOT_COST * cuts < best_end:
+            best, best_end = piece, end + SLOT_COST * cuts
+    return best
 
 
-def _end_time(taken: Floats, programs: Ints, own_cost: Floats) -> Floats:
-    """Earliest end for which whole own tiles fit: `programs` [k, ...] of k kinds that are busy until `taken`."""
-    latest: Floats = np.where(programs > 0, taken, 0.0).max(0)
-    if not len(own_cost):
+def _end_time(kinds: Sequence[tuple[float, int]], num_own: int, each_own: float) -> float:
+    """Earliest end for which `num_own` own tiles fit; kinds are (busy until, programs) of all programs."""
+    latest = max(taken for taken, programs in kinds if programs)
+    if not num_own:
         return latest
-    each, count = float(own_cost.mean()), len(own_cost)
-    low: Floats = np.maximum(latest, ((taken * programs).sum(0) + count * each) / programs.sum(0)) - 1e-6
-    high: Floats = low + each * (count // int(programs.sum(0).min()) + 2)
+    programs = sum(n for _, n in kinds)
+    low = max(latest, (sum(taken * n for taken, n in kinds) + num_own * each_own) / programs) - 1e-6
+    high = low + each_own * (num_own // programs + 2)
     for _ in range(8):
         middle = (low + high) / 2
-        fits = (np.maximum(0, (middle - taken) // each) * programs).sum(0) >= count
-        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
+        room = sum(int((middle - taken) // each_own) * n for taken, n in kinds if taken < middle)
+        low, high = (low, middle) if room >= num_own else (middle, high)
     return high
 
 
@@ -160,9 +170,10 @@ def _fill(costs: Floats, taken: Floats) -> Ints:
     """int64 [programs + 1]: consecutive runs of own tiles for programs that are busy until `taken`."""
     if not len(costs):
         return np.zeros(len(taken) + 1, np.int64)
-    end = _end_time(taken[:, None], np.ones((len(taken), 1), np.int64), costs)
-    bounds = np.concatenate([[0.0], np.cumsum(np.maximum(0, (end - taken) // costs.mean()))])
-    middles = (np.cumsum(costs) - costs / 2) * (bounds[-1] / costs.sum())
+    total = float(costs.sum())
+    end = _end_time(list(Counter(taken.tolist()).items()), len(costs), total / len(costs))
+    bounds = np.concatenate([[0.0], np.cumsum(np.maximum(0, (end - taken) // (total / len(costs))))])
+    middles = (np.cumsum(costs) - costs / 2) * (bounds[-1] / total)
     return np.searchsorted(middles, bounds)
 
 
