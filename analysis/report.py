@@ -50,8 +50,8 @@ def attribution_tables(run: Run) -> Group:
             row.effect: str(Estimate(row.factor, row.lo, row.hi)) + "*" * row.within_noise
             for _, row in group.iterrows()
         }
-        table = _table(f"Who earns it, {backend}: {point(group.iloc[0])}")
-        table.caption = f"{corners}; A/A noise {noise.get(str(block), float('nan')):.3f}, * = within it"
+        table = _table(f"{corners}, {backend}: {point(group.iloc[0])}")
+        table.caption = f"A/A noise {noise.get(str(block), float('nan')):.3f}; * = within it"
         for name in ("order", "layout", "kernel", "total"):
             table.add_column(name, no_wrap=True)
         table.add_row("layout first", shown["layout_first"], shown["kernel_second"], shown["total"])
