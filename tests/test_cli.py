@@ -65,7 +65,7 @@ REFUSED = [
     (["fallback=silent"], False, "fallback='silent'", "Fix"),
     (["device.num_threads=4096"], False, "device.num_threads=4096", "Fix"),
     (["device.dtype=int8"], False, "device.dtype='int8'", "Fix"),
-    (["backend=nope"], False, "backend='nope'", "Known: torch"),
+    (["backend=nope"], False, "backend='nope'", "Known: flashinfer, torch, triton"),
     (["layout=[]"], False, "empty grid", "Fix"),
     (["layout.paged_16.page_size=0"], False, "page_size=0", "Fix"),
     (["workload=trace", "workload.path=/nope"], False, "no such file", "Fix"),

@@ -27,6 +27,7 @@ def record(attempt="a1", kernel="naive", status="ok", **changes):
         "gate": {"out_error": 0.0} if ok else None,
         "footprint": None,
         "floor_us": None,
+        "bound_us": None,
         "samples": {"run_us": [1.0, 2.0] if ok else []},
         "provenance": {},
         "hashes": {},
