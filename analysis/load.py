@@ -14,8 +14,8 @@ import pandas as pd
 from analysis.stats import paired_ratio
 
 PARTS = ("append_us", "alloc_us", "view_us", "plan_us", "adapt_us", "run_us", "op_us", "total_us")
-"""op_us is adapt_us + run_us: the operator, with the gather it needs. total_us adds append and a layer's part of the
-host work of a step."""
+"""op_us is what is compared. At level op it is adapt_us + run_us, the operator with the gather it needs, and total_us
+adds append and a layer's part of the host work of a step. At level step both are the whole step."""
 PER_BLOCK = ("time", "kv_hash", "gate_margins", "gpu_before", "gpu_after")
 """What provenance says of one block alone."""
 
@@ -135,7 +135,7 @@ def _point(row: dict[str, Any]) -> tuple[Any, ...]:
 def _cell(row: dict[str, Any]) -> dict[str, Any]:
     """One flat row of cells.parquet."""
     plan, legality, measure, gate = row["plan"], row["legality"], row["measure"], row["gate"] or {}
-    notes, footprint = plan.get("notes") or {}, row["footprint"] or {}
+    notes, footprint, whole_step = plan.get("notes") or {}, row["footprint"] or {}, row["level"] == "step"
     samples = pd.DataFrame(_samples(row), columns=list(PARTS), dtype=float)
     medians = {part: float(samples[part].median()) for part in PARTS}
     return {
@@ -154,7 +154,8 @@ def _cell(row: dict[str, Any]) -> dict[str, Any]:
         "choice_reason": notes.get("reason"),
         **{f"gate_{key}": gate.get(key) for key in ("out_error", "out_budget", "lse_error", "lse_budget")},
         **medians,
-        "tokens_per_s": row.get("tokens_per_s"),
+        "tokens_per_s": row["workload"]["batch_size"] / medians["total_us"] * 1e6 if whole_step else math.nan,
+        "host_share": 1 if whole_step else row["model"]["num_layers"],
         **{key: footprint.get(key) for key in ("reserved_bytes", "used_bytes", "copied_tokens", "spilled_pages")},
         **{f"sm_mhz_{when}": _megahertz(row["provenance"].get(f"gpu_{when}")) for when in ("before", "after")},
         "is_baseline": row["cell"] == row["baseline"],
@@ -173,7 +174,7 @@ def _samples(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
     columns = row["samples"]
     for trial in range(len(columns["total_us"])):
         taken = {key: columns[key][trial] for key in columns}
-        op_us = taken["adapt_us"] + taken["run_us"]
+        op_us = taken["total_us"] if row["level"] == "step" else taken["adapt_us"] + taken["run_us"]
         yield {"block": row["block"], **row["cell"], "trial": trial, **taken, "op_us": op_us}
 
 

@@ -32,7 +32,7 @@ LAYOUT_MARKERS = {"paged_16": "o", "paged_1": "s", "slab_token": "D", "unshared_
 FURTHER_MARKERS = ("^", "v", "P", "*", "<", ">")
 BACKEND_LINES = ("-", "--", ":", "-.")
 CHARGED_HATCH = "////"
-COMPARABLE = ("device_name", "clock", "l2", "dtype", "num_threads", "environment_hash")
+COMPARABLE = ("level", "device_name", "clock", "l2", "dtype", "num_threads", "environment_hash")
 
 plt.rcParams.update(
     {
@@ -85,6 +85,11 @@ def conditions(cells: pd.DataFrame) -> str:
     device = f"{first.device_name}, {first.num_threads} threads" if first.device == "cpu" else str(first.device_name)
     heads = f"{first.model}: Hq {first.num_qo_heads}, Hkv {first.num_kv_heads}, D {first.head_dim}, {first['dtype']}"
     return f"{str(first.device).upper()}: {device} | clock {first.clock}, {first.l2} cache | {heads}"
+
+
+def what(cells: pd.DataFrame) -> str:
+    """What a time in these cells is of."""
+    return "a whole decode step" if cells.level.iloc[0] == "step" else "one layer's attention in a decode step"
 
 
 def plain_log_axis(axis: Axis) -> None:

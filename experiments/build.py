@@ -3,6 +3,7 @@
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from granikv.cell import CellName
 from granikv.kernels import AttentionKernel
 from granikv.layouts.base import KVLayout
 from granikv.spec import DTYPES, AttentionSpec
+from granikv.step.decoder import DecoderSpec
 
 NOT_MEASURED = ("name", "output_dir", "figures", "experiment", "hydra")
 """Top-level keys that change where results go, not what they are: left out of the block's identity."""
@@ -29,6 +31,7 @@ KNOWN_KEYS = (
     "policy",
     "backend",
     "fallback",
+    "level",
     "seed",
     "baseline",
     *NOT_MEASURED,
@@ -77,6 +80,7 @@ def build_block(cfg: DictConfig) -> Block:
         baseline=_baseline(cfg.baseline, list(layouts), [str(name) for name in cfg.kernel], backends),
         config=measured,
         ceilings=make_object(cfg.device.ceilings, "device.ceilings") if cfg.device.ceilings else None,
+        decoder=_decoder(cfg.level, model, spec),
     )
 
 
@@ -120,6 +124,22 @@ def _baseline(node: DictConfig, layouts: list[str], kernels: list[str], backends
             raise ValueError(f"baseline.{axis}={name}: the grid has {', '.join(names)}. {fix}")
         chosen.append(name)
     return CellName(*chosen)
+
+
+def _decoder(level: str, model: Mapping[str, Any], spec: AttentionSpec) -> DecoderSpec | None:
+    """The model's sizes at level step; None at level op, which needs its heads alone."""
+    if level not in ("op", "step"):
+        raise ValueError(f"level={level!r}: op or step. Fix: level=op")
+    if level == "op":
+        return None
+    names = [field.name for field in fields(DecoderSpec) if field.name != "attention"]
+    absent = [name for name in names if name not in model]
+    if absent:
+        raise ValueError(
+            f"model={model['name']} has no {absent[0]}: its file holds one rank's heads, which is enough for level=op. "
+            f"Fix: level=op or model=llama31_8b"
+        )
+    return DecoderSpec(spec, **{name: model[name] for name in names})
 
 
 def _fallback(value: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from granikv.binding import names
-from granikv.cell import Cell, CellName, FilledLayout
+from granikv.cell import Cell, CellName, FilledLayout, OpCell
 from granikv.gate import GateError, self_test
 from granikv.kernels import AttentionKernel
 from granikv.layouts.base import KVLayout
@@ -22,6 +22,7 @@ from granikv.record import Record
 from granikv.reference import oracle
 from granikv.roofline import Ceilings, Floor
 from granikv.spec import AttentionSpec
+from granikv.step.decoder import DecoderSpec
 from granikv.timing import Clock, CpuClock, Timing
 from granikv.tree import ContextTree
 from granikv.workloads.base import Workload
@@ -34,6 +35,7 @@ Progress = Callable[[str, int, int, Sequence[Cell]], None]
 class Block:
     """Everything that one block measures. `layouts` makes a fresh layout by name; a kernel that could not be made is
     the reason (a string), and its cells are unsupported. `ceilings` are the device's, where they were measured.
+    With a `decoder` the block measures whole decode steps, else one layer's attention.
     """
 
     run: str
@@ -47,6 +49,7 @@ class Block:
     baseline: CellName
     config: Mapping[str, Any]
     ceilings: Ceilings | None = None
+    decoder: DecoderSpec | None = None
 
     @property
     def cell_names(self) -> list[CellName]:
@@ -67,34 +70,49 @@ class Block:
         """Identifies the block across runs: 16 hex digits over hashes()."""
         return digest(self.hashes())
 
+    @property
+    def level(self) -> str:
+        """What is measured, as records say it."""
+        return "step" if self.decoder else "op"
+
     def memory_bytes(self, tree: ContextTree) -> int:
-        """K and V of the logical batch and of every layout's layers, the placebo's included."""
+        """K and V of the logical batch and of every layout's layers, the placebo's too, and a decoder's weights."""
         made = {name: layout() for name, layout in self.layouts.items()}
         pools = sum(layout.pool_bytes(self.spec, layout.capacity_of(tree)) for layout in made.values())
         if self.baseline.layout in made:
             placebo = made[self.baseline.layout]
             pools += placebo.pool_bytes(self.spec, placebo.capacity_of(tree))
         layer_bytes = logical_bytes(tree, self.spec)
+        if self.decoder:
+            weights = self.decoder.num_weights * self.spec.dtype.itemsize
+            return (pools + layer_bytes) * self.decoder.num_layers + weights
         return pools * self.timing.rotated_layers(layer_bytes) + layer_bytes
 
 
 def run_block(block: Block, progress: Progress = lambda *_: None) -> list[Record]:
     """Runs `block` to its end and returns one record a cell. A cell that fails has its status; the others go on."""
     tree = block.workload.tree()
-    cells = [Cell(name) for name in block.cell_names]
+    cells: Sequence[Any]
     facts: dict[str, Any] = {"kv_hash": None, "gate_margins": {}, "gpu_before": gpu_state(block.spec.device)}
+    measure: Callable[..., None]
+    if block.decoder:
+        from granikv.step.cell import StepCell, measure_steps
+
+        cells, measure = [StepCell(name) for name in block.cell_names], measure_steps
+    else:
+        cells, measure = [OpCell(name) for name in block.cell_names], _measure
     shortage = fits(block.memory_bytes(tree), block.spec.device, f"the block {block.workload.name}")
     try:
         if shortage:
             _end_all(cells, "oom", shortage)
         else:
-            _measure(block, tree, cells, facts, progress)
+            measure(block, tree, cells, facts, progress)
     except GateError as error:
         _end_all(cells, "incorrect", f"{error}: nothing here can be vouched for")
     except Exception as error:
         _end_all(cells, "crash", f"{type(error).__name__}: {error}")
     facts["gpu_after"] = gpu_state(block.spec.device)
-    floor = block.ceilings.floor(tree, block.spec) if block.ceilings else None
+    floor = block.ceilings.floor(tree, block.spec) if block.ceilings and not block.decoder else None
     if floor and block.timing.cache == "cold":
         _reject_below(cells, floor.bound_us)
     return _records(block, tree, cells, floor, facts)
@@ -115,7 +133,9 @@ def _end_all(cells: Sequence[Cell], status: str, reason: str) -> None:
             cell.end(status, reason)
 
 
-def _measure(block: Block, tree: ContextTree, cells: Sequence[Cell], facts: dict[str, Any], progress: Progress) -> None:
+def _measure(
+    block: Block, tree: ContextTree, cells: Sequence[OpCell], facts: dict[str, Any], progress: Progress
+) -> None:
     """Numbers, oracle, layouts, gate, trials."""
     timing = block.timing
     progress("materialize", 0, 1, cells)
@@ -130,11 +150,11 @@ def _measure(block: Block, tree: ContextTree, cells: Sequence[Cell], facts: dict
         if cell.status is None:
             progress(f"gate {cell.name}", done, len(cells), cells)
 
-            def gated(cell: Cell = cell) -> None:
+            def gated(cell: OpCell = cell) -> None:
                 cell.check(truth, clock, timing.num_layers)
 
             cell.attempt(gated, timing.cell_timeout_s)
-    _time(block, cells, clock, progress)
+    time_cells(block, cells, clock, progress)
 
 
 def _clock(block: Block, tree: ContextTree) -> Clock:
@@ -145,31 +165,37 @@ def _clock(block: Block, tree: ContextTree) -> Clock:
     return CudaClock(block.timing, block.timing.rotated_layers(logical_bytes(tree, block.spec)))
 
 
-def _prepare(block: Block, cells: Sequence[Cell], logical: LogicalKV, num_layers: int, progress: Progress) -> None:
+def _prepare(block: Block, cells: Sequence[OpCell], logical: LogicalKV, num_layers: int, progress: Progress) -> None:
     """Fills one layout a name, and one more for the placebo; settles what is unsupported or illegal."""
     filled: dict[tuple[str, bool], FilledLayout] = {}
     for done, cell in enumerate(cells):
         progress(f"fill {cell.name.layout}", done, len(cells), cells)
-        kernel = block.kernels[cell.name.kernel, cell.name.backend]
-        if isinstance(kernel, str):
-            cell.end("unsupported", kernel)
+        if not has_kernel(block, cell):
             continue
-        cell.kernel = kernel
 
-        def fill(cell: Cell = cell) -> None:
+        def fill(cell: OpCell = cell) -> None:
             key = (cell.name.layout, cell.name.placebo)
             if key not in filled:
                 layout, seed = block.layouts[cell.name.layout](), block.timing.seed + cell.name.placebo
                 made = FilledLayout(layout, logical, seed, num_layers)
                 made.verify()
                 filled[key] = made
-            cell.filled = filled[key]
-            cell.prepare(block.fallback)
+            cell.fill(filled[key], block.fallback)
 
         cell.attempt(fill, block.timing.cell_timeout_s)
 
 
-def _time(block: Block, cells: Sequence[Cell], clock: Clock, progress: Progress) -> None:
+def has_kernel(block: Block, cell: Cell) -> bool:
+    """Gives the cell its kernel, or ends it as unsupported if there is none."""
+    kernel = block.kernels[cell.name.kernel, cell.name.backend]
+    if isinstance(kernel, str):
+        cell.end("unsupported", kernel)
+        return False
+    cell.kernel = kernel
+    return True
+
+
+def time_cells(block: Block, cells: Sequence[Cell], clock: Clock, progress: Progress) -> None:
     """Warm-up and trials: every trial visits all living cells in a fresh random order."""
     timing = block.timing
     alive = [cell for cell in cells if cell.status is None]
@@ -184,7 +210,7 @@ def _time(block: Block, cells: Sequence[Cell], clock: Clock, progress: Progress)
                     continue
 
                 def once(cell: Cell = cell, position: int = position, counts: bool = trial >= timing.warmup) -> None:
-                    _, times = cell.step(clock, timing.num_layers)
+                    times = cell.measure(clock, timing.num_layers)
                     if counts:
                         for name, value in {"position": position, **times}.items():
                             cell.samples[name].append(value)
@@ -220,7 +246,7 @@ def _records(
     workload, hashes, key = block.workload.describe(tree), block.hashes(), block.key()
     return [
         Record(
-            level="op",
+            level=block.level,
             run=block.run,
             block=key,
             attempt=attempt,
@@ -239,7 +265,7 @@ def _records(
             },
             plan={"ran": cell.ran, "notes": cell.notes},
             gate=asdict(cell.gate) if cell.gate else None,
-            footprint=asdict(cell.filled.layout.footprint()) if cell.filled else None,
+            footprint=asdict(cell.layout.footprint()) if cell.layout else None,
             floor_us=floor.level_sum_us if floor else None,
             bound_us=floor.bound_us if floor else None,
             samples=cell.samples,

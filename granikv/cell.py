@@ -15,8 +15,9 @@ from granikv.logical import LogicalKV
 from granikv.record import SAMPLE_FIELDS
 from granikv.reference import Oracle
 from granikv.selector import NoLegalChoice
+from granikv.spec import AttentionSpec
 from granikv.timing import CellTimeout, Clock, time_limit
-from granikv.view import KVPool, KVView
+from granikv.view import KVPool, KVView, Trait
 
 
 class CellName(NamedTuple):
@@ -93,7 +94,7 @@ class Cell:
     """A cell while its block runs. `status` is None as long as it is alive."""
 
     name: CellName
-    filled: FilledLayout | None = None
+    layout: KVLayout | None = None
     kernel: AttentionKernel | None = None
     binding: Binding | None = None
     status: str | None = None
@@ -108,6 +109,10 @@ class Cell:
     samples: dict[str, list[float]] = field(
         default_factory=lambda: {name: [] for name in ("position", *SAMPLE_FIELDS, "total_us")}
     )
+
+    def measure(self, clock: Clock, num_layers: int) -> dict[str, float]:
+        """Durations of one repetition, by the names of `samples`."""
+        raise NotImplementedError
 
     def end(self, status: str, reason: str) -> None:
         """Gives the cell its final status; samples taken so far are dropped, because a failed cell has no latency."""
@@ -136,17 +141,30 @@ class Cell:
                     "crash", f"{type(error).__name__}: {error} ({where.filename.rsplit('/', 1)[-1]}:{where.lineno})"
                 )
 
-    def prepare(self, fallback: str) -> None:
-        """Ends the cell as unsupported or illegal where it cannot run."""
-        assert self.filled is not None
+    def settle(self, spec: AttentionSpec, traits: Trait, fallback: str) -> None:
+        """Ends the cell as unsupported or illegal where it cannot run on views with `traits`."""
         assert self.kernel is not None
-        spec = self.filled.logical.spec
         reason = self.kernel.supports(spec)
         if reason is not None:
             return self.end("unsupported", reason)
-        self.binding = bind(self.kernel, self.filled.layout.view(self.filled.rows).traits, fallback)
+        self.binding = bind(self.kernel, traits, fallback)
         if self.binding.reason is not None:
             self.end("illegal", self.binding.reason)
+
+
+@dataclass
+class OpCell(Cell):
+    """One layer's attention on a filled layout."""
+
+    filled: FilledLayout | None = None
+
+    def fill(self, filled: FilledLayout, fallback: str) -> None:
+        """Gives the cell its tokens, and settles whether it can run on them."""
+        self.filled, self.layout = filled, filled.layout
+        self.settle(filled.logical.spec, filled.layout.view(filled.rows).traits, fallback)
+
+    def measure(self, clock: Clock, num_layers: int) -> dict[str, float]:
+        return self.step(clock, num_layers)[1]
 
     def check(self, truth: Oracle, clock: Clock, num_layers: int) -> None:
         """One unrecorded step through the gate; ends the cell as incorrect if its output is wrong."""

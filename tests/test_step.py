@@ -68,18 +68,18 @@ def expected(made):
 @pytest.mark.parametrize("kernel", TORCH_KERNELS)
 def test_every_cell_emits_the_tokens_of_a_dense_decoder_while_requests_come_and_go(kernel, layout, made, expected):
     decoder, prompts = made
-    session = Session(decoder, make_layout(layout), make_kernel(kernel), prompts, headroom=40)
+    session, made_kernel = Session(decoder, make_layout(layout), prompts, headroom=40), make_kernel(kernel)
     if layout == "unshared_16" and kernel != "naive":
         with pytest.raises(NoLegalChoice, match="requires LEVELED"):
-            session.step()
+            session.step(made_kernel)
         return
-    chosen = session.decode(16)
+    chosen = session.decode(made_kernel, 16)
     rows, late = expected
     assert [list(row) for row in zip(*chosen)] == [row[:16] for row in rows]
     session.finish(1)
     session.finish(3)
     session.arrive(3, range(7))
-    chosen = [list(row) for row in zip(*session.decode(16))]
+    chosen = [list(row) for row in zip(*session.decode(made_kernel, 16))]
     assert chosen == [rows[0][16:], rows[2][16:], rows[3][16:], late]
     assert len({tuple(row) for row in chosen}) == len(chosen), "rows that all say the same would prove little"
 
@@ -172,12 +172,12 @@ def test_a_row_without_tokens_of_its_own_continues_its_prefix(made):
 def test_freed_slots_are_reused_without_a_trace(made):
     """Requests come and go many times through a pool that has room for few; tokens stay right, slots come back."""
     decoder, prompts = made
-    session = Session(decoder, make_layout("slab_token"), make_kernel("hydragen"), prompts, headroom=12)
+    session, kernel = Session(decoder, make_layout("slab_token"), prompts, headroom=12), make_kernel("hydragen")
     free = session.layout.footprint().free_pages
     for arrival in range(12):
         session.finish(0)
         session.arrive(3, range(arrival, arrival + 4))
-        session.decode(1)
+        session.decode(kernel, 1)
     suffix = torch.arange(11, 15)
     _, logits = extend(decoder, prompts.context(decoder, 3), suffix)
     late = dense_decode(decoder, prompts, 3, suffix, int(logits.argmax()), 1)
@@ -192,6 +192,6 @@ def test_freed_slots_are_reused_without_a_trace(made):
 
 def test_pools_are_one_a_layer(made):
     decoder, prompts = made
-    session = Session(decoder, make_layout("paged_16"), make_kernel("naive"), prompts, headroom=8)
+    session = Session(decoder, make_layout("paged_16"), prompts, headroom=8)
     assert len(session.layout.pools) == decoder.spec.num_layers
     assert all(isinstance(pool, KVPool) for pool in session.layout.pools)

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from analysis.load import Run
-from analysis.style import CHARGED_HATCH, KERNEL_COLOURS, LAYOUT_MARKERS, in_order, point_label, save, title
+from analysis.style import CHARGED_HATCH, KERNEL_COLOURS, LAYOUT_MARKERS, in_order, point_label, save, title, what
 
 PARTS = {
     "run_us": ("kernel", "#0072B2"),
@@ -26,7 +26,7 @@ def draw(run: Run, directory: Path) -> list[Path]:
     cells = run.cells[(run.cells.status == "ok") & ~run.cells.placebo]
     if cells.empty:
         return []
-    shares = cells.assign(**{part: cells[part] / cells.num_layers for part in SHARED})
+    shares = cells.assign(**{part: cells[part] / cells.host_share for part in SHARED})
     blocks = shares.sort_values(["model", "batch_size", "prefix_len"]).block.drop_duplicates()
     across = min(4, len(blocks))
     down = -(-len(blocks) // across)
@@ -39,7 +39,7 @@ def draw(run: Run, directory: Path) -> list[Path]:
         axis.axis("off")
     handles = [Rectangle((0, 0), 1, 1, color=colour) for _, colour in PARTS.values()]
     figure.legend(handles, [name for name, _ in PARTS.values()], loc="outside lower center", ncols=6, fontsize=7)
-    title(figure, "Where the time of one layer goes (medians)", cells)
+    title(figure, f"Where the time of {what(cells)} goes (medians)", cells)
     return save(figure, shares[["block", "layout", "kernel", "backend", *PARTS]], directory, "breakdown")
 
 

@@ -79,7 +79,7 @@ def draw(run: Run, directory: Path) -> list[Path]:
     bar.ax.tick_params(labelsize=6)
     title(
         figure,
-        "Speed-up of every cell's operator, 95% interval below; hatched: a gather is charged",
+        "Speed-up of every cell, 95% interval below; hatched: a gather is charged",
         cells,
     )
     return save(figure, cells, directory, "heatmap")

@@ -19,6 +19,7 @@ from analysis.style import (
     plain_log_axis,
     save,
     title,
+    what,
 )
 
 
@@ -36,7 +37,7 @@ def draw(run: Run, directory: Path) -> list[Path]:
     for row, layout in enumerate(layouts):
         for column, batch in enumerate(batches):
             _panel(axes[row, column], data[(data.batch_size == batch) & (data.layout == layout)], cells)
-        axes[row, 0].set_ylabel(f"{layout}\noperator time (us)", fontsize=8)
+        axes[row, 0].set_ylabel(f"{layout}\ntime (us)", fontsize=8)
     for column, batch in enumerate(batches):
         axes[0, column].set_title(f"{batch} requests", fontsize=9)
         axes[-1, column].set_xlabel("shared prefix (tokens)", fontsize=8)
@@ -44,7 +45,7 @@ def draw(run: Run, directory: Path) -> list[Path]:
     for axis in axes.flat:
         found.update(dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True)))
     figure.legend(found.values(), found.keys(), loc="outside right center", fontsize=7)
-    title(figure, "One layer's attention in a decode step; open markers: a gather is charged", cells)
+    title(figure, f"Time of {what(cells)}; open markers: a gather is charged", cells)
     return save(figure, data, directory, "scaling")
 
 

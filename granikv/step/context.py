@@ -1,5 +1,7 @@
 """What the decoder itself writes for a batch's prompts: K and V of every node of a context tree, layer by layer."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,9 @@ from granikv.view import KVPool
 
 PREFILL_CHUNK = 2048
 """Prompt tokens that are computed at once."""
+
+DenseAttention = Callable[[Tensor, KVPool, float], Tensor]
+"""Attention of q [n, Hq, D] over K and V in one piece, with a softmax scale."""
 
 
 def causal_attention(q: Tensor, kv: KVPool, sm_scale: float) -> Tensor:
@@ -22,7 +27,9 @@ def causal_attention(q: Tensor, kv: KVPool, sm_scale: float) -> Tensor:
     return torch.einsum("hgnl,lhd->nhgd", weights, kv.v.to(wide)).reshape(q.shape).to(q.dtype)
 
 
-def extend(decoder: Decoder, past: list[KVPool], tokens: Tensor) -> tuple[list[KVPool], Tensor]:
+def extend(
+    decoder: Decoder, past: list[KVPool], tokens: Tensor, attention: DenseAttention = causal_attention
+) -> tuple[list[KVPool], Tensor]:
     """Computes `tokens` [n] after `past` (one pool [len, Hkv, D] a layer).
 
     Returns the K and V of the new tokens alone, one pool a layer, and the last token's logits [vocab_size].
@@ -38,7 +45,7 @@ def extend(decoder: Decoder, past: list[KVPool], tokens: Tensor) -> tuple[list[K
             fresh[layer].append(KVPool(k, v))
 
         def attend(layer: int, q: Tensor) -> Tensor:
-            return causal_attention(q, joined([past[layer], *fresh[layer]]), spec.sm_scale)
+            return attention(q, joined([past[layer], *fresh[layer]]), spec.sm_scale)
 
         hidden = decoder.hidden(chunk, positions, append, attend)
     return [joined(pools) for pools in fresh], decoder.logits(hidden[-1:])[0]

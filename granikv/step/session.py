@@ -1,19 +1,33 @@
 """Decoding over one layout with one kernel: lengths grow by a token a step, requests come and go."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from granikv.binding import bind
+from granikv.binding import GatherPlan, GatherPrefix, bind
 from granikv.cell import run_in_batch_order
 from granikv.kernels import AttentionKernel
 from granikv.layouts.base import KVLayout
 from granikv.selector import NoLegalChoice
 from granikv.step.context import Prompts, extend
 from granikv.step.decoder import Decoder
-from granikv.view import KVPool
+from granikv.view import KVPool, KVView
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """Host work of one step, shared by all layers: where new tokens go, and what the kernel is to do."""
+
+    slots: Tensor
+    positions: Tensor
+    view: KVView
+    shown: KVView
+    gather: GatherPlan | None
+    adapter: GatherPrefix | None
+    plan: Any
 
 
 class Session:
@@ -23,12 +37,12 @@ class Session:
         self,
         decoder: Decoder,
         layout: KVLayout,
-        kernel: AttentionKernel,
         prompts: Prompts,
         headroom: int,
+        fallback: str = "charge",
         seed: int = 0,
     ) -> None:
-        self.decoder, self.layout, self.kernel, self.prompts = decoder, layout, kernel, prompts
+        self.decoder, self.layout, self.prompts, self.fallback = decoder, layout, prompts, fallback
         spec, tree = decoder.spec, prompts.tree
         layout.reserve(spec.attention, layout.capacity_of(tree, headroom), spec.num_layers, seed)
         self.sequences: list[int] = []
@@ -37,37 +51,57 @@ class Session:
         self.rows = [self.sequences[number] for number in tree.requests]
         self.tokens = prompts.first.clone()
 
-    def step(self) -> Tensor:
-        """Computes every live row's token; returns the logits [B, vocab_size] that choose the next ones."""
-        spec, rows = self.decoder.spec.attention, self.rows
-        slots = self.layout.grow(rows, [1] * len(rows)).to(spec.device)
-        view = self.layout.view(rows)
-        positions = torch.tensor([self.layout.seq_len(row) - 1 for row in rows], device=spec.device)
-        binding = bind(self.kernel, view.traits, "charge")
+    def grow(self) -> Tensor:
+        """Slots for the next token of every row."""
+        return self.layout.grow(self.rows, [1] * len(self.rows)).to(self.decoder.spec.attention.device)
+
+    def shrink(self) -> None:
+        """Takes the newest token of every row back."""
+        for row in self.rows:
+            self.layout.shrink(row, 1)
+
+    def view(self) -> KVView:
+        """The batch as it stands."""
+        return self.layout.view(self.rows)
+
+    def plan(self, kernel: AttentionKernel, view: KVView, slots: Tensor) -> PlannedStep:
+        """Plans one step of all layers. Raises NoLegalChoice if the kernel may not run on `view`."""
+        spec = self.decoder.spec.attention
+        binding = bind(kernel, view.traits, self.fallback)
         if binding.reason:
             raise NoLegalChoice(binding.reason)
         gather = binding.adapter.plan(view, spec) if binding.adapter else None
         shown = gather.view if gather else view
-        plan: Any = self.kernel.plan(shown, spec)
+        lens = view.seq_lens if view.order is None else view.seq_lens[torch.argsort(view.order)]
+        positions = (lens - 1).to(spec.device)
+        return PlannedStep(slots, positions, view, shown, gather, binding.adapter, kernel.plan(shown, spec))
+
+    def forward(self, kernel: AttentionKernel, step: PlannedStep) -> Tensor:
+        """Logits [B, vocab_size] after every row's token; its K and V go into the layout. Device work only."""
 
         def append(layer: int, k: Tensor, v: Tensor) -> None:
-            self.layout.write(layer, slots, k, v)
+            self.layout.write(layer, step.slots, k, v)
 
         def attend(layer: int, q: Tensor) -> Tensor:
-            kv = [self.layout.pools[layer]] * len(view.levels)
-            if binding.adapter and gather:
-                kv = binding.adapter.run(gather, kv)
-            return run_in_batch_order(self.kernel, plan, shown, q, kv).out
+            kv = [self.layout.pools[layer]] * len(step.view.levels)
+            if step.adapter and step.gather:
+                kv = step.adapter.run(step.gather, kv)
+            return run_in_batch_order(kernel, step.plan, step.shown, q, kv).out
 
-        logits = self.decoder.logits(self.decoder.hidden(self.tokens, positions, append, attend))
+        return self.decoder.logits(self.decoder.hidden(self.tokens, step.positions, append, attend))
+
+    def step(self, kernel: AttentionKernel) -> Tensor:
+        """One whole step; returns its logits, whose greedy tokens are computed next."""
+        slots = self.grow()
+        logits = self.forward(kernel, self.plan(kernel, self.view(), slots))
         self.tokens = logits.argmax(-1)
         return logits
 
-    def decode(self, steps: int) -> list[list[int]]:
+    def decode(self, kernel: AttentionKernel, steps: int) -> list[list[int]]:
         """Greedy tokens of `steps` steps, a list a step."""
         chosen = []
         for _ in range(steps):
-            self.step()
+            self.step(kernel)
             chosen.append(self.tokens.tolist())
         return chosen
 
