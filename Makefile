@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PREFIX ?= 512,1024,2048
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint ablation sweep figures clean
+.PHONY: help install test lint ablation sweep audit figures clean
 
 help: ## Show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -29,6 +29,10 @@ ablation: install ## Run the 12-cell ablation on the CPU, with tables and figure
 
 sweep: install ## Sweep prefix lengths: make sweep PREFIX=512,1024,2048
 	$(BIN)/python -m experiments.run -m name=sweep figures=true workload.prefix_len=$(PREFIX)
+
+audit: install ## Measure the same two cells under common mistakes, and show what each would have reported
+	$(BIN)/python -m experiments.run experiment=audit
+	$(BIN)/python -m analysis.audit outputs/audit
 
 figures: install ## Rebuild tables and figures of every published run from its records
 	@for run in results/*/; do [ -f "$$run/cells.parquet" ] && $(BIN)/python -m analysis.report "$$run" || true; done

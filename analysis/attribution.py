@@ -17,7 +17,7 @@ EFFECTS = ("total", "layout_first", "kernel_second", "kernel_first", "layout_sec
 """layout_first: the layout under the old kernel; layout_second: under the new one; likewise for the kernel.
 layout and kernel: Shapley means."""
 
-MUST_AGREE = ("block", "backend", "clock", "l2", "device", "device_name", "dtype", "environment_hash")
+MUST_AGREE = ("block", "backend", "clock", "l2", "order", "device", "device_name", "dtype", "environment_hash")
 
 
 class Corners(NamedTuple):

@@ -142,6 +142,7 @@ def _cell(row: dict[str, Any]) -> dict[str, Any]:
         **{key: row[key] for key in ("level", "run", "block", "status", "reason", "floor_us", "bound_us")},
         **row["cell"],
         **{key: measure[key] for key in ("device", "device_name", "clock", "l2", "num_threads", "seed")},
+        "order": row["measure"].get("order", "interleaved"),
         **{key: row["model"][key] for key in ("dtype", "num_qo_heads", "num_kv_heads", "head_dim", "num_layers")},
         "model": row["model"]["name"],
         "workload": row["workload"]["name"],

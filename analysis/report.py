@@ -21,7 +21,7 @@ def ratio_tables(run: Run) -> Group:
     """One table a block: every cell's status and choice, operator time, its speed-up, and that of the step."""
     backends, tables = run.cells.backend.nunique(), []
     for _, cells in run.cells.groupby("block", sort=False):
-        table = _table(f"Speed-up over the baseline: {point(cells.iloc[0])}")
+        table = plain_table(f"Speed-up over the baseline: {point(cells.iloc[0])}")
         for name in ("cell", "status", "us", "speed-up, 95%", "step"):
             table.add_column(name, justify="right" if name in ("us", "step") else "left", no_wrap=name != "cell")
         for _, cell in cells.iterrows():
@@ -50,7 +50,7 @@ def attribution_tables(run: Run) -> Group:
             row.effect: str(Estimate(row.factor, row.lo, row.hi)) + "*" * row.within_noise
             for _, row in group.iterrows()
         }
-        table = _table(f"{corners}, {backend}: {point(group.iloc[0])}")
+        table = plain_table(f"{corners}, {backend}: {point(group.iloc[0])}")
         table.caption = f"A/A noise {noise.get(str(block), float('nan')):.3f}; * = within it"
         for name in ("order", "layout", "kernel", "total"):
             table.add_column(name, no_wrap=True)
@@ -62,7 +62,8 @@ def attribution_tables(run: Run) -> Group:
     return Group(*tables)
 
 
-def _table(title: str) -> Table:
+def plain_table(title: str) -> Table:
+    """A table without lines that fits 80 columns."""
     return Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, padding=0)
 
 

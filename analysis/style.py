@@ -32,7 +32,7 @@ LAYOUT_MARKERS = {"paged_16": "o", "paged_1": "s", "slab_token": "D", "unshared_
 FURTHER_MARKERS = ("^", "v", "P", "*", "<", ">")
 BACKEND_LINES = ("-", "--", ":", "-.")
 CHARGED_HATCH = "////"
-COMPARABLE = ("level", "device_name", "clock", "l2", "dtype", "num_threads", "environment_hash")
+COMPARABLE = ("level", "device_name", "clock", "l2", "order", "dtype", "num_threads", "environment_hash")
 
 plt.rcParams.update(
     {
@@ -85,6 +85,11 @@ def conditions(cells: pd.DataFrame) -> str:
     device = f"{first.device_name}, {first.num_threads} threads" if first.device == "cpu" else str(first.device_name)
     heads = f"{first.model}: Hq {first.num_qo_heads}, Hkv {first.num_kv_heads}, D {first.head_dim}, {first['dtype']}"
     return f"{str(first.device).upper()}: {device} | clock {first.clock}, {first.l2} cache | {heads}"
+
+
+def token_label(tokens: float) -> str:
+    """512, 1K, 64K."""
+    return f"{tokens / 1024:g}K" if tokens >= 1024 else f"{tokens:g}"
 
 
 def what(cells: pd.DataFrame) -> str:

@@ -196,28 +196,29 @@ def has_kernel(block: Block, cell: Cell) -> bool:
 
 
 def time_cells(block: Block, cells: Sequence[Cell], clock: Clock, progress: Progress) -> None:
-    """Warm-up and trials: every trial visits all living cells in a fresh random order."""
+    """Warm-up and trials of all living cells, in the order that the timing asks for."""
     timing = block.timing
     alive = [cell for cell in cells if cell.status is None]
+    total = (timing.warmup + timing.trials) * len(alive)
     gc.collect()
     gc.disable()
     try:
-        for trial, order in enumerate(timing.orders(len(alive))):
-            progress("warm-up" if trial < timing.warmup else "trials", trial, timing.warmup + timing.trials, cells)
-            for position, index in enumerate(order):
-                cell = alive[index]
-                if cell.status is not None:
-                    continue
+        for done, (repetition, position, index) in enumerate(timing.schedule(len(alive))):
+            if done % len(alive) == 0:
+                progress("warm-up and trials", done, total, cells)
+            cell = alive[index]
+            if cell.status is not None:
+                continue
 
-                def once(cell: Cell = cell, position: int = position, counts: bool = trial >= timing.warmup) -> None:
-                    times = cell.measure(clock, timing.num_layers)
-                    if counts:
-                        for name, value in {"position": position, **times}.items():
-                            cell.samples[name].append(value)
+            def once(cell: Cell = cell, position: int = position, counts: bool = repetition >= timing.warmup) -> None:
+                times = cell.measure(clock, timing.num_layers)
+                if counts:
+                    for name, value in {"position": position, **times}.items():
+                        cell.samples[name].append(value)
 
-                start = time.perf_counter()
-                cell.attempt(once, timing.cell_timeout_s - cell.seconds)
-                cell.seconds += time.perf_counter() - start
+            start = time.perf_counter()
+            cell.attempt(once, timing.cell_timeout_s - cell.seconds)
+            cell.seconds += time.perf_counter() - start
     finally:
         gc.enable()
 
@@ -235,6 +236,7 @@ def _records(
     measure = {
         "clock": block.timing.clock,
         "l2": block.timing.cache,
+        "order": block.timing.order,
         "device": spec.device.type,
         "device_name": device_name(spec.device),
         "num_threads": torch.get_num_threads(),

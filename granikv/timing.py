@@ -27,6 +27,8 @@ class Timing:
 
     trials, warmup   measured and unmeasured passes over all cells.
     clock            "cpu"; on a GPU "graph" (CUDA graph replay) or "eager" (launches as they come).
+    order            "interleaved": every trial visits all cells, in a fresh random order. "sequential": all trials of a
+                     cell, then the next cell's; for the audit alone, since drift then falls on some cells only.
     cache            "cold": `flush_bytes` are overwritten before each timed operator, so that no KV is left in the last
                      level of cache; "warm": nothing is done.
                      On a GPU the timed work also rotates over the KV of several layers.
@@ -37,6 +39,7 @@ class Timing:
     trials: int
     warmup: int
     clock: str
+    order: str
     cache: str
     flush_bytes: int
     num_layers: int
@@ -52,6 +55,8 @@ class Timing:
                 )
         if self.clock not in ("cpu", "graph", "eager"):
             raise ValueError(f"device.clock={self.clock!r}: cpu, graph or eager. Fix: device.clock=graph")
+        if self.order not in ("interleaved", "sequential"):
+            raise ValueError(f"timing.order={self.order!r}: interleaved or sequential. Fix: timing.order=interleaved")
         if self.cache not in ("cold", "warm"):
             raise ValueError(f"timing.cache={self.cache!r}: cold or warm. Fix: timing.cache=cold")
         if not self.cell_timeout_s > 0:
@@ -63,11 +68,18 @@ class Timing:
             return 1
         return min(self.num_layers, max(LEAST_ROTATED, -(-2 * self.flush_bytes // max(1, layer_bytes)) + 1))
 
-    def orders(self, num_cells: int) -> Iterator[list[int]]:
-        """A fresh random order of all cells for every warm-up and trial, from the seed."""
+    def schedule(self, num_cells: int) -> Iterator[tuple[int, int, int]]:
+        """(repetition, position, cell) of all warm-ups and trials; warm-ups are the first repetitions of a cell."""
         rng = np.random.default_rng(self.seed)
-        for _ in range(self.warmup + self.trials):
-            yield [int(i) for i in rng.permutation(num_cells)]
+        repetitions = self.warmup + self.trials
+        if self.order == "interleaved":
+            for repetition in range(repetitions):
+                for position, cell in enumerate(rng.permutation(num_cells)):
+                    yield repetition, position, int(cell)
+        else:
+            for position, cell in enumerate(rng.permutation(num_cells)):
+                for repetition in range(repetitions):
+                    yield repetition, position, int(cell)
 
 
 class Clock(Protocol):

@@ -25,6 +25,7 @@ def block_of(
         "trials": 3,
         "warmup": 1,
         "clock": "cpu",
+        "order": "interleaved",
         "cache": "warm",
         "flush_bytes": 1024,
         "num_layers": 4,
@@ -233,3 +234,19 @@ def test_a_placebo_differs_from_its_twin_by_noise_only():
     records = by_cell(run_block(block_of(trials=40, warmup=5)))
     twin, placebo = (records["paged_16", "naive", flag].samples["total_us"] for flag in (False, True))
     assert 0.5 < statistics.median(twin) / statistics.median(placebo) < 2.0
+
+
+def test_interleaved_trials_visit_every_cell_once_each_in_orders_of_their_own():
+    timing = block_of().timing
+    visits = list(timing.schedule(5))
+    for repetition in range(4):
+        assert sorted(cell for r, _, cell in visits if r == repetition) == list(range(5))
+    orders = {tuple(cell for r, _, cell in visits if r == repetition) for repetition in range(4)}
+    assert len(orders) > 1
+    assert visits == list(timing.schedule(5))
+
+
+def test_sequential_trials_finish_a_cell_before_the_next():
+    visits = [cell for _, _, cell in block_of(order="sequential").timing.schedule(3)]
+    assert [visits[i] for i in range(0, 12, 4)] == [visits[i + 3] for i in range(0, 12, 4)]
+    assert sorted(visits) == sorted([0, 1, 2] * 4)

@@ -25,7 +25,7 @@ def step_block(kernels=("naive", "cascade", "hydragen", "granikv"), fallback="ch
         workload=UniformWorkload("uniform", 4, 50, 6),
         spec=SPEC,
         model={"name": "tiny", "num_layers": 2, "num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16},
-        timing=Timing(3, 1, "cpu", "cold", 1024, 2, 60.0, 0),
+        timing=Timing(3, 1, "cpu", "interleaved", "cold", 1024, 2, 60.0, 0),
         fallback=fallback,
         layouts={name: lambda name=name: make_layout(name) for name in LAYOUTS if name != "unshared_16"},
         kernels=made,

@@ -38,7 +38,10 @@ def draw(run: Run, directory: Path) -> list[Path]:
     for axis in axes.flat[len(blocks) :]:
         axis.axis("off")
     handles = [Rectangle((0, 0), 1, 1, color=colour) for _, colour in PARTS.values()]
-    figure.legend(handles, [name for name, _ in PARTS.values()], loc="outside lower center", ncols=6, fontsize=7)
+    names = [name for name, _ in PARTS.values()]
+    if cells.level.iloc[0] == "step":
+        names = ["device", *(name.removesuffix(" / layers") for name in names[1:])]
+    figure.legend(handles, names, loc="outside lower center", ncols=6, fontsize=7)
     title(figure, f"Where the time of {what(cells)} goes (medians)", cells)
     return save(figure, shares[["block", "layout", "kernel", "backend", *PARTS]], directory, "breakdown")
 

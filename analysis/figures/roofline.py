@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from analysis.load import Run
-from analysis.style import BACKEND_LINES, KERNEL_COLOURS, in_order, kernel_colour, save, title
+from analysis.style import BACKEND_LINES, KERNEL_COLOURS, in_order, kernel_colour, save, title, token_label
 
 
 def draw(run: Run, directory: Path) -> list[Path]:
@@ -37,7 +37,7 @@ def draw(run: Run, directory: Path) -> list[Path]:
         axis.set_xscale("log", base=2)
         axis.set_xticks(sorted(cells.prefix_len.unique()))
         axis.xaxis.set_minor_locator(NullLocator())
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1024:g}K"))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: token_label(value)))
         axis.set_title(f"{batch} requests", fontsize=9)
         axis.set_xlabel("shared prefix (tokens)", fontsize=8)
         axis.tick_params(labelsize=6.5)

@@ -19,6 +19,7 @@ from analysis.style import (
     plain_log_axis,
     save,
     title,
+    token_label,
     what,
 )
 
@@ -78,7 +79,7 @@ def _panel(axis: Axes, data: pd.DataFrame, cells: pd.DataFrame) -> None:
     axis.set_yscale("log")
     axis.set_xticks(sorted(cells.prefix_len.unique()))
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1024:g}K"))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: token_label(value)))
     axis.tick_params(labelsize=6.5)
     plain_log_axis(axis.yaxis)
 
