@@ -34,8 +34,11 @@ audit: install ## Measure the same two cells under common mistakes, and show wha
 	$(BIN)/python -m experiments.run experiment=audit
 	$(BIN)/python -m analysis.audit outputs/audit
 
-figures: install ## Rebuild tables and figures of every published run from its records
-	@for run in results/*/; do [ -f "$$run/cells.parquet" ] && $(BIN)/python -m analysis.report "$$run" || true; done
+figures: install ## Rebuild the figures of every published run from its records
+	@set -e; for run in results/*/; do case $$run in \
+	  *audit*) $(BIN)/python -m analysis.audit $$run ;; \
+	  *) $(BIN)/python -m analysis.report $$run ;; \
+	esac; done
 
 clean: ## Remove the virtual environment and caches; outputs stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
