@@ -185,7 +185,7 @@ def test_freed_slots_are_reused_without_a_trace(made):
     while session.rows:
         session.finish(0)
     for number in (3, 0):
-        session.layout.free(session.sequences[number])
+        session.evict(number)
     assert session.layout.footprint().free_pages == session.layout.capacity.pages
     assert free < session.layout.capacity.pages
 

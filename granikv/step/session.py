@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,9 +10,9 @@ from torch import Tensor
 from granikv.binding import GatherPlan, GatherPrefix, bind
 from granikv.cell import run_in_batch_order
 from granikv.kernels import AttentionKernel
-from granikv.layouts.base import KVLayout
+from granikv.layouts.base import CapacityError, KVLayout
 from granikv.selector import NoLegalChoice
-from granikv.step.context import Prompts, extend
+from granikv.step.context import Prompts, empty_context, extend, joined
 from granikv.step.decoder import Decoder
 from granikv.view import KVPool, KVView
 
@@ -30,8 +30,18 @@ class PlannedStep:
     plan: Any
 
 
+class Prefix(NamedTuple):
+    """A shared prefix: its sequence, and K and V from the root to its end, one pool a layer."""
+
+    seq: int
+    context: list[KVPool]
+
+
 class Session:
-    """Live requests of a batch, by row. Prompts are prefilled by `Prompts`; the layout must hold what follows, too."""
+    """Live requests of a batch, by row, and shared prefixes, by number: those of the prompts' tree have its numbers.
+
+    Prompts are prefilled by `Prompts`; the layout must hold what follows, too.
+    """
 
     def __init__(
         self,
@@ -45,10 +55,14 @@ class Session:
         self.decoder, self.layout, self.prompts, self.fallback = decoder, layout, prompts, fallback
         spec, tree = decoder.spec, prompts.tree
         layout.reserve(spec.attention, layout.capacity_of(tree, headroom), spec.num_layers, seed)
-        self.sequences: list[int] = []
+        self.prefixes: dict[int, Prefix] = {}
+        self.rows = []
         for number, node in enumerate(tree.nodes):
-            self.sequences.append(self._fill(node.parent, node.num_tokens if node.shared else 0, prompts.kv[number]))
-        self.rows = [self.sequences[number] for number in tree.requests]
+            seq = self._fill(node.parent, node.num_tokens if node.shared else 0, prompts.kv[number])
+            if node.shared:
+                self.prefixes[number] = Prefix(seq, prompts.context(decoder, number))
+            else:
+                self.rows.append(seq)
         self.tokens = prompts.first.clone()
 
     def grow(self) -> Tensor:
@@ -111,19 +125,46 @@ class Session:
         self.tokens = torch.cat((self.tokens[:row], self.tokens[row + 1 :]))
 
     def arrive(self, prefix: int | None, suffix: Sequence[int]) -> None:
-        """A new last row: node `prefix` of the prompts' tree (None for no prefix), then the tokens of `suffix`."""
-        past = self.prompts.context(self.decoder, prefix)
-        tokens = torch.tensor(list(suffix), device=self.decoder.spec.attention.device)
-        kv, logits = extend(self.decoder, past, tokens)
+        """A new last row: prefix number `prefix` (None for no prefix), then the tokens of `suffix`, at least one.
+
+        Raises CapacityError, changing nothing, if the layout has no room for it.
+        """
+        kv, logits = self._computed(prefix, suffix)
         self.rows.append(self._fill(prefix, 0, kv))
         self.tokens = torch.cat((self.tokens, logits.argmax().view(1)))
 
-    def _fill(self, parent: int | None, prefix_len: int, kv: list[KVPool]) -> int:
-        """A sequence after tree node `parent` with these tokens."""
-        count = kv[0].k.shape[0]
-        layout = self.layout
-        seq = layout.allocate(prefix_len) if parent is None else layout.fork(self.sequences[parent], prefix_len)
-        slots = layout.grow([seq], [count]).to(self.decoder.spec.attention.device)
+    def promote(self, parent: int | None, tokens: Sequence[int]) -> int:
+        """Makes `tokens`, after prefix `parent`, a shared prefix of its own. Returns its number.
+
+        Raises CapacityError, changing nothing, if the layout has no room for it.
+        """
+        kv, _ = self._computed(parent, tokens)
+        seq = self._fill(parent, len(tokens), kv)
+        number = max(self.prefixes, default=-1) + 1
+        context = [joined(list(pair)) for pair in zip(self._context(parent), kv, strict=True)]
+        self.prefixes[number] = Prefix(seq, context)
+        return number
+
+    def evict(self, prefix: int) -> None:
+        """Gives up a shared prefix; what live requests still read of it stays until the last of them finishes."""
+        self.layout.free(self.prefixes.pop(prefix).seq)
+
+    def _computed(self, prefix: int | None, tokens: Sequence[int]) -> tuple[list[KVPool], Tensor]:
+        at = torch.tensor(list(tokens), device=self.decoder.spec.attention.device)
+        return extend(self.decoder, self._context(prefix), at)
+
+    def _context(self, prefix: int | None) -> list[KVPool]:
+        return empty_context(self.decoder) if prefix is None else self.prefixes[prefix].context
+
+    def _fill(self, prefix: int | None, prefix_len: int, kv: list[KVPool]) -> int:
+        """A sequence after `prefix` with these tokens, or CapacityError and no sequence."""
+        layout, count = self.layout, kv[0].k.shape[0]
+        seq = layout.allocate(prefix_len) if prefix is None else layout.fork(self.prefixes[prefix].seq, prefix_len)
+        try:
+            slots = layout.grow([seq], [count]).to(self.decoder.spec.attention.device)
+        except CapacityError:
+            layout.free(seq)
+            raise
         for layer, pool in enumerate(kv):
             layout.write(layer, slots, *pool)
         return seq
