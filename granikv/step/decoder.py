@@ -6,12 +6,16 @@ bias to the query, key and value projections. The first half of a head's dimensi
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from granikv.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from granikv.step.tensor_parallel import TensorParallel
 
 INITIAL_STD = 0.02
 """Of all weights, as these models are initialised; norms start at 1."""
@@ -71,14 +75,20 @@ Attend = Callable[[int, Tensor], Tensor]
 
 @dataclass
 class Decoder:
-    """Random weights for `spec`, equal for equal seeds on one device type."""
+    """Random weights for `spec`, equal for equal seeds on one device type.
+
+    With `parallel`, `spec` is given for the whole model; afterwards it is this rank's, and so are the layers' weights.
+    """
 
     spec: DecoderSpec
     seed: int
+    parallel: "TensorParallel | None" = None
     layers: list[LayerWeights] = field(init=False)
 
     def __post_init__(self) -> None:
         spec, attention = self.spec, self.spec.attention
+        if self.parallel:
+            self.spec = self.parallel.local(spec)
         generator = torch.Generator(device=attention.device).manual_seed(self.seed)
 
         def weight(*shape: int) -> Tensor:
@@ -90,8 +100,9 @@ class Decoder:
 
         qkv = (attention.num_qo_heads + 2 * attention.num_kv_heads) * attention.head_dim
         self.embedding = weight(spec.vocab_size, spec.hidden_size)
-        self.layers = [
-            LayerWeights(
+        self.layers = []
+        for _ in range(spec.num_layers):
+            layer = LayerWeights(
                 input_norm=ones(),
                 qkv=weight(qkv, spec.hidden_size),
                 qkv_bias=weight(qkv) if spec.qkv_bias else None,
@@ -100,8 +111,7 @@ class Decoder:
                 gate_up=weight(2 * spec.intermediate_size, spec.hidden_size),
                 down=weight(spec.hidden_size, spec.intermediate_size),
             )
-            for _ in range(spec.num_layers)
-        ]
+            self.layers.append(self.parallel.shard(layer, spec) if self.parallel else layer)
         self.final_norm = ones()
         self.lm_head = weight(spec.vocab_size, spec.hidden_size)
         exponents = torch.arange(0, attention.head_dim, 2, device=attention.device, dtype=torch.float32)
@@ -118,14 +128,17 @@ class Decoder:
             q, k, v = torch.split(projected.view(len(tokens), -1, attention.head_dim), widths, dim=1)
             append(number, rotate(k, cos, sin), v.contiguous())
             mixed = attend(number, rotate(q, cos, sin))
-            x = x + functional.linear(mixed.flatten(1), layer.out)
+            x = x + self._reduced(functional.linear(mixed.flatten(1), layer.out))
             gate, up = functional.linear(rms_norm(x, layer.mlp_norm, spec.rms_norm_eps), layer.gate_up).chunk(2, dim=-1)
-            x = x + functional.linear(functional.silu(gate) * up, layer.down)
+            x = x + self._reduced(functional.linear(functional.silu(gate) * up, layer.down))
         return rms_norm(x, self.final_norm, spec.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocab_size] in the model's element type."""
         return functional.linear(hidden, self.lm_head)
+
+    def _reduced(self, x: Tensor) -> Tensor:
+        return self.parallel.reduce(x) if self.parallel else x
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.to(torch.float32)[:, None] * self.inverse_frequencies
