@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PREFIX ?= 512,1024,2048
 
 .DEFAULT_GOAL := help
-.PHONY: help install test lint ablation sweep audit figures clean
+.PHONY: help install test lint ablation sweep audit claims figures clean
 
 help: ## Show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/\1\t\2/' | expand -t 12
@@ -33,6 +33,9 @@ sweep: install ## Sweep prefix lengths: make sweep PREFIX=512,1024,2048
 audit: install ## Measure the same two cells under common mistakes, and show what each would have reported
 	$(BIN)/python -m experiments.run experiment=audit
 	$(BIN)/python -m analysis.audit outputs/audit
+
+claims: install ## Put the paper's claims beside what the published records say
+	$(BIN)/python -m analysis.claims results/*/
 
 figures: install ## Rebuild the figures of every published run from its records
 	@set -e; for run in results/*/; do case $$run in \
