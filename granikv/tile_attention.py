@@ -20,6 +20,9 @@ from granikv.view import KVPool, KVView, Trait
 
 HEAD_DIMS = (64, 128, 256)
 INTERPRETED_PROGRAMS = 6
+ALIGNED_WORDS = 16
+"""Sections of a plan start at whole multiples, so that Triton compiles one variant for aligned pointers."""
+
 MERGE_SLOTS = 16
 """Slots that a program of the merge reads at once."""
 
@@ -55,6 +58,7 @@ class Launch:
     """One call of attend_tiles: which sections of the plan's words it reads, and its shape."""
 
     sections: dict[str, slice]
+    programs: int
     shape: LaunchShape
     tile: TileShape
 
@@ -124,8 +128,8 @@ class TileAttention:
         def section(array: NDArray[np.int32], room: int) -> slice:
             nonlocal at
             arrays.append((slice(at, at + array.size), array))
-            at += room
-            return slice(at - room, at)
+            start, at = at, at + -(-room // ALIGNED_WORDS) * ALIGNED_WORDS
+            return slice(start, at)
 
         for table, shape, tile in tables:
             sections = {
@@ -134,7 +138,7 @@ class TileAttention:
                 "shared_starts": section(table.shared_starts, table.shared_starts.size),
                 "own_starts": section(table.own_starts, table.own_starts.size),
             }
-            launches.append(Launch(sections, shape, tile))
+            launches.append(Launch(sections, len(table.own_starts) - 1, shape, tile))
         num_slots = section(tables[-1][0].num_slots, view.batch_size)
         page_slice = section(pages, _roomy(pages.size))
         most_slots = max(1, tables[-1][0].most_slots)
@@ -201,8 +205,7 @@ class TileAttention:
             keys, values = (
                 (_descriptor(x, tile.shared_n, spec.head_dim) for x in shared) if use_tma else (shared.k, shared.v)
             )
-            programs = launch.sections["own_starts"].stop - launch.sections["own_starts"].start - 1
-            tile_kernels.attend_tiles[(programs,)](
+            tile_kernels.attend_tiles[(launch.programs,)](
                 q, shared.k, shared.v, keys, values, own.k, own.v,
                 *(words[launch.sections[name]] for name in ("shared", "own", "shared_starts", "own_starts")),
                 words[plan.pages], plan.part_out, plan.part_lse,
@@ -256,14 +259,18 @@ class TileAttention:
         return tables, np.concatenate([level.kv_indices.numpy() for level in paged])
 
     def _workspace(self, states: int, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-        """Room for `states` partial states, kept between plans."""
-        if self._parts is None or self._parts[1].numel() < states or self._parts[1].device != spec.device:
-            out = torch.empty(states * spec.head_dim, dtype=torch.float32, device=spec.device)
-            self._parts = out, torch.empty(states, dtype=torch.float32, device=spec.device)
-        elif self._parts[0].numel() < states * spec.head_dim:
-            out = torch.empty(states * spec.head_dim, dtype=torch.float32, device=spec.device)
-            self._parts = out, self._parts[1]
-        return self._parts
+        """Room for `states` partial outputs and lse, kept between plans; earlier plans keep what they were given."""
+        held = self._parts
+        if (
+            held is None
+            or held[0].numel() < states * spec.head_dim
+            or held[1].numel() < states
+            or held[0].device.type != spec.device.type
+        ):
+            options: dict[str, Any] = {"dtype": torch.float32, "device": spec.device}
+            held = torch.empty(states * spec.head_dim, **options), torch.empty(states, **options)
+            self._parts = held
+        return held
 
 
 def shared_block_m(folded_rows: int, head_dim: int) -> int:
