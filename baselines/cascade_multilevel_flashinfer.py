@@ -45,7 +45,7 @@ class CascadeMultiLevelFlashInfer:
         empty = [number for number, level in enumerate(view.levels) if bool((level.kv_lens == 0).any())]
         if empty:
             raise ValueError(
-                f"{self.name}: level {empty[0]} has rows without tokens, which the wrapper would merge as NaN. "
+                f"{self.name}: level {empty[0]} has rows without tokens, which its merge does not cover. "
                 f"Fix: kernel=[cascade]"
             )
         wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(

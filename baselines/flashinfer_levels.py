@@ -71,7 +71,7 @@ class Workspace:
     def take(self, device: torch.device) -> Tensor:
         """The buffer, on `device`."""
         if self._buffer is None or self._buffer.device.type != device.type:
-            self._buffer = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+            self._buffer = torch.zeros(self.num_bytes, dtype=torch.uint8, device=device)
         return self._buffer
 
 

@@ -199,6 +199,7 @@ class OpCell(Cell):
         if not same_pages(self.planned, view):
             self.captured.clear()
         self.planned = view
+        order = device_order(shown, spec.device)
         pools = [[layout.pools[layer]] * len(view.levels) for layer in range(clock.num_layers)]
         clock.chill()
         times["append_us"] = 0.0
@@ -219,7 +220,7 @@ class OpCell(Cell):
                 gathered = self.captured["gathered"]
             pools = [gathered[layer] for layer in range(clock.num_layers)]
         state, times["run_us"] = clock.device_us(
-            lambda layer: run_in_batch_order(kernel, made, shown, q, pools[layer]), self.captured, "run"
+            lambda layer: run_in_batch_order(kernel, made, order, q, pools[layer]), self.captured, "run"
         )
         host = times["alloc_us"] + times["view_us"] + times["plan_us"]
         times["total_us"] = times["append_us"] + times["adapt_us"] + times["run_us"] + host / num_layers
@@ -242,12 +243,19 @@ def same_pages(planned: KVView | None, view: KVView) -> bool:
 
 
 def run_in_batch_order(
-    kernel: AttentionKernel, plan: Any, view: KVView, q: torch.Tensor, kv: list[KVPool]
+    kernel: AttentionKernel, plan: Any, order: torch.Tensor | None, q: torch.Tensor, kv: list[KVPool]
 ) -> AttentionState:
-    """kernel.run for a caller whose rows are in batch order: q is permuted into the view's order and the state back."""
-    if view.order is None:
+    """kernel.run for a caller whose rows are in batch order: q is permuted into the view's order and the state back.
+
+    `order` is the view's, on q's device already, because a captured graph must not copy from the host.
+    """
+    if order is None:
         return kernel.run(plan, q, kv)
-    order = view.order.to(q.device)
     state = kernel.run(plan, q.index_select(0, order), kv)
     back = torch.argsort(order)
     return AttentionState(*(x.index_select(0, back) if x.numel() else x for x in state))
+
+
+def device_order(view: KVView, device: torch.device) -> torch.Tensor | None:
+    """The view's order where run_in_batch_order wants it."""
+    return None if view.order is None else view.order.to(device)

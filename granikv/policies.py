@@ -174,8 +174,12 @@ class CandidateCost:
 
     def us(self, terms: CostTerms) -> float:
         """Predicted time of one layer."""
-        rates = (self.launch_us, self.us_per_gb, self.us_per_gflop, self.us_per_mstate)
-        return sum(rate * term for rate, term in zip(rates, terms, strict=True))
+        return (
+            self.launch_us * terms.launches
+            + self.us_per_gb * terms.gigabytes
+            + self.us_per_gflop * terms.gigaflops
+            + self.us_per_mstate * terms.megastates
+        )
 
 
 @dataclass(frozen=True)
@@ -189,8 +193,8 @@ class FittedPolicy:
         predicted = {name: self.costs[name].us(terms) for name in legal if name in self.costs}
         if not predicted:
             raise NoLegalChoice(f"no costs were fitted for {', '.join(legal) or 'no candidates'}")
-        best = min(predicted, key=lambda name: predicted[name])
-        return Choice(best, "predicted us: " + ", ".join(f"{name} {cost:.1f}" for name, cost in predicted.items()))
+        best = min(predicted, key=predicted.__getitem__)
+        return Choice(best, f"predicted at {predicted[best]:.1f} us, the least of {len(predicted)}")
 
     def needs(self) -> tuple[str, ...]:
         return ()

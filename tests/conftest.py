@@ -13,7 +13,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from granikv.binding import bind
-from granikv.cell import FilledLayout, run_in_batch_order
+from granikv.cell import FilledLayout, device_order, run_in_batch_order
 from granikv.kernels import AttentionKernel, AttentionState
 from granikv.layouts.base import KVLayout
 from granikv.logical import LogicalKV, materialize
@@ -102,7 +102,7 @@ def state_of(held: FilledLayout, kernel: AttentionKernel, fallback: str = "charg
     if binding.adapter:
         gather = binding.adapter.plan(view, spec)
         view, kv = gather.view, binding.adapter.run(gather, kv)
-    return run_in_batch_order(kernel, kernel.plan(view, spec), view, held.logical.q, kv)
+    return run_in_batch_order(kernel, kernel.plan(view, spec), device_order(view, spec.device), held.logical.q, kv)
 
 
 def filled(layout: str, tree: ContextTree, spec: AttentionSpec | None = None, seed: int = 0) -> FilledLayout:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from granikv.binding import GatherPlan, GatherPrefix, bind
-from granikv.cell import run_in_batch_order
+from granikv.cell import device_order, run_in_batch_order
 from granikv.kernels import AttentionKernel
 from granikv.layouts.base import CapacityError, KVLayout
 from granikv.selector import NoLegalChoice
@@ -24,7 +24,7 @@ class PlannedStep:
     slots: Tensor
     positions: Tensor
     view: KVView
-    shown: KVView
+    order: Tensor | None
     gather: GatherPlan | None
     adapter: GatherPrefix | None
     plan: Any
@@ -88,7 +88,8 @@ class Session:
         shown = gather.view if gather else view
         lens = view.seq_lens if view.order is None else view.seq_lens[torch.argsort(view.order)]
         positions = (lens - 1).to(spec.device)
-        return PlannedStep(slots, positions, view, shown, gather, binding.adapter, kernel.plan(shown, spec))
+        order = device_order(shown, spec.device)
+        return PlannedStep(slots, positions, view, order, gather, binding.adapter, kernel.plan(shown, spec))
 
     def forward(self, kernel: AttentionKernel, step: PlannedStep) -> Tensor:
         """Logits [B, vocab_size] after every row's token; its K and V go into the layout. Device work only."""
@@ -100,7 +101,7 @@ class Session:
             kv = [self.layout.pools[layer]] * len(step.view.levels)
             if step.adapter and step.gather:
                 kv = step.adapter.run(step.gather, kv)
-            return run_in_batch_order(kernel, step.plan, step.shown, q, kv).out
+            return run_in_batch_order(kernel, step.plan, step.order, q, kv).out
 
         return self.decoder.logits(self.decoder.hidden(self.tokens, step.positions, append, attend))
 
