@@ -36,10 +36,10 @@ def test_its_tables_and_provenance_are_whole(run):
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda path: path.name)
 def test_its_placebos_hold(run):
-    """A/A: two copies of a cell differ by noise. One in twenty intervals may miss 1."""
+    """A/A: two copies of a cell differ by noise. One interval in twenty misses 1, so that one of a few may."""
     cells = load_records(run).cells
     placebo = cells[cells.placebo & (cells.status == "ok")]
     missed = (placebo.ratio_lo > 1) | (placebo.ratio_hi < 1)
     assert len(placebo)
-    assert missed.mean() <= 0.25
+    assert missed.sum() <= max(1, len(placebo) // 8)
     assert ((placebo.ratio - 1).abs() < 0.06).all()
